@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.cli import answer
 from mmaccel.core.attach import Accelerated, accelerate, adapter_for, attached
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.recipe import Recipe
@@ -68,16 +69,15 @@ class Plain:
 
 
 def generate(
-    model: nn.Module | Accelerated, inputs: Mapping[str, Tensor], tokens: int, **options: Any
+    model: nn.Module | Accelerated,
+    inputs: Mapping[str, Tensor],
+    tokens: int,
+    recipe: Recipe | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Report]:
-    """Greedy new ids [n] under what is attached, and the report."""
-    if not isinstance(model, Accelerated):
-        with accelerate(model) as fast:
-            return generate(fast, inputs, tokens, **options)
-    settings = {"max_new_tokens": tokens, "do_sample": False, **options}
-    with torch.no_grad():
-        ids = model.generate(**inputs, **settings)
-    return ids[0, inputs["input_ids"].shape[1] :], model.report()
+    """Greedy new ids [n] under what is attached, or of a plain model under `recipe`, and the report."""
+    ids, report = answer.generate(model, inputs, recipe, max_new_tokens=tokens, **options)
+    return ids[0], report
 
 
 def alone(model: nn.Module | Accelerated, inputs: Mapping[str, Tensor], tokens: int, **options: Any) -> Plain:
@@ -95,11 +95,7 @@ def drafted(
     **options: Any,
 ) -> Drafted:
     """The same generation with a draft: an accelerated model's own, or that of `recipe`."""
-    if not isinstance(model, Accelerated):
-        with accelerate(model, recipe) as fast:
-            return drafted(fast, inputs, tokens, plain, **options)
-    ids, report = generate(model, inputs, tokens, **options)
-    return summed(ids, report, plain)
+    return summed(*generate(model, inputs, tokens, recipe, **options), plain)
 
 
 def summed(ids: Tensor, report: Report, plain: Plain) -> Drafted:
@@ -216,35 +212,29 @@ def _logits(model: nn.Module, inputs: Mapping[str, Tensor], before: Tensor, size
 def read_rate(device: torch.device | str = "cpu", size: int = 1 << 28, repeats: int = 5) -> float:
     """Bytes a second that this device reads: the best of a few sums over `size` bytes."""
     place = torch.device(device)
-    held = torch.ones(size // 4, device=place)
+    data = torch.ones(size // 4, device=place)
     best = 0.0
     for _ in range(repeats):
         _wait(place)
         began = time.perf_counter()
-        held.sum()
+        data.sum()
         _wait(place)
         best = max(best, size / (time.perf_counter() - began))
     return best
 
 
-def floor_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
-    """Seconds a decode step cannot go below: the language model's weights and the cache, read once each."""
-    adapter = adapter_for(model)
-    parts: list[nn.Module] = [adapter.text(model)]
-    head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
-    if head is not None and (found := head()) is not None:
-        parts.append(found)
-    # A step reads one row of the embeddings, unless they are the head as well.
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    tied = {id(p) for p in parts[-1].parameters()}
-    held = {id(p): p.nbytes for part in parts for p in part.parameters()}
-    if embedding is not None:
-        for p in embedding.parameters():
-            if id(p) not in tied:
-                held.pop(id(p), None)
-    return (sum(held.values()) + cache_bytes) / rate
-
-
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def floor_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
+    """Seconds a decode step cannot go below: the language model's weights and the cache, read once each."""
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
+    parts = [part for part in (adapter_for(model).text(model), head) if part is not None]
+    # A step reads one row of the embeddings, unless they are the head as well.
+    rows = set() if embedding is None else {id(p) for p in embedding.parameters()}
+    rows -= {id(p) for p in parts[-1].parameters()}
+    read = {id(p): p.nbytes for part in parts for p in part.parameters() if id(p) not in rows}
+    return (sum(read.values()) + cache_bytes) / rate

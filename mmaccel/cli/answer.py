@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -53,6 +54,18 @@ def prompt(processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Modul
     return {name: x.to(first.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
+def generate(
+    model: nn.Module | Accelerated, inputs: Mapping[str, Tensor], recipe: Recipe | None = None, **options: Any
+) -> tuple[Tensor, Report]:
+    """New ids [B, n], greedy unless `options` say otherwise, and the report; a plain model gets `recipe` meanwhile."""
+    if not isinstance(model, Accelerated):
+        with accelerate(model, recipe) as fast:
+            return generate(fast, inputs, **options)
+    with torch.no_grad():
+        ids = model.generate(**inputs, **{"do_sample": False, **options})
+    return ids[:, inputs["input_ids"].shape[1] :], model.report()
+
+
 def ask(
     model: nn.Module | Accelerated,
     processor: Any,
@@ -63,8 +76,8 @@ def ask(
     streamer: Any = None,
 ) -> Answer:
     """The greedy answer to prepared `inputs`; a plain model gets `recipe` for the length of the call."""
-    options = {"max_new_tokens": max_new_tokens, "streamer": streamer}
-    return ask_each(model, processor, inputs, recipe, **options)[0]
+    (answer,) = ask_each(model, processor, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer)
+    return answer
 
 
 def ask_each(
@@ -77,24 +90,17 @@ def ask_each(
     streamer: Any = None,
 ) -> list[Answer]:
     """The greedy answer to each prompt of a batch; all have its report, whose shares and prompt tokens are means over it."""
-    if not isinstance(model, Accelerated):
-        with accelerate(model, recipe) as fast:
-            return ask_each(fast, processor, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    if streamer is not None:
-        options["streamer"] = streamer
-    with torch.no_grad():
-        ids = model.generate(**inputs, **options)
-    answers, report, ends = [], model.report(), ends_of(model.model, processor.tokenizer)
+    ids, report = generate(model, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer)
+    plain = model.model if isinstance(model, Accelerated) else model
+    answers, ends = [], ends_of(plain, processor.tokenizer)
     if len(ids) > 1:
         report = replace(report, prompt_tokens=report.prompt_tokens // len(ids))
-    for said in ids[:, inputs["input_ids"].shape[1] :]:
-        own = said.tolist()
-        reason = finish_reason(own, ends, max_new_tokens)
+    for said in ids.tolist():
+        reason = finish_reason(said, ends, max_new_tokens)
         # A shorter answer of a batch is padded.
-        own = own[: next((place for place, token in enumerate(own) if token in ends), len(own))]
-        text = processor.decode(own).strip()
-        answers.append(Answer(text, _raw(processor.tokenizer, own, text), report, reason))
+        said = list(takewhile(lambda token: token not in ends, said))
+        text = processor.decode(said).strip()
+        answers.append(Answer(text, _raw(processor.tokenizer, said, text), report, reason))
     return answers
 
 

@@ -21,7 +21,7 @@ from types import NoneType
 from typer import Exit
 
 from mmaccel.cli.console import many, remark, sentence
-from mmaccel.cli.stopping import INTERRUPTED, shielded
+from mmaccel.cli.program import INTERRUPTED, shielded
 from mmaccel.core import outside
 from mmaccel.core.checkpoint_io import sync, write_private
 from mmaccel.core.errors import MmaccelError

@@ -3,20 +3,65 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mmaccel.cli.console import quiet, sentence
-from mmaccel.cli.stopping import INTERRUPTED, status_of, terminable
 from mmaccel.core.errors import MmaccelError, RecipeError, VideoError, shown
+
+INTERRUPTED, TERMINATED = 130, 143
+AGAIN_S = 1.0
+"""Seconds after which another SIGTERM acts: a supervisor may signal a process and its whole group, and means one stop."""
+
+
+class _Signal:
+    """Whether SIGTERM came, and whether a shield delays it."""
+
+    def __init__(self) -> None:
+        self.came = self.waits = False
+        self.shields = 0
+        self._acted = 0.0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt, or have the shield raise it when it ends; do nothing soon after the last time.
+
+        Python swallows what is raised in a `__del__` or in some callbacks: the next SIGTERM has to act too.
+        """
+        now = time.monotonic()
+        if self.came and now - self._acted < AGAIN_S:
+            return
+        self.came, self._acted = True, now
+        self.waits = self.shields > 0
+        if not self.waits:
+            raise KeyboardInterrupt
+
+
+_signal = _Signal()
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """SIGTERM waits until the code inside, such as a save, has ended."""
+    _signal.shields += 1
+    try:
+        yield
+    finally:
+        _signal.shields -= 1
+    if _signal.waits and not _signal.shields:
+        _signal.waits = False
+        raise KeyboardInterrupt
 
 
 class Commands(TyperGroup):
@@ -37,7 +82,7 @@ def _told_when_stopped() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 class OneVideo(TyperCommand):
@@ -113,15 +158,35 @@ def program(name: str, purpose: str) -> typer.Typer:
     return app
 
 
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM stops a command as Ctrl-C does: it raises KeyboardInterrupt in the main thread, one `AGAIN_S` later too.
+
+    Where SIGTERM is ignored or has a handler of the caller's own, that stays.
+    """
+    global _signal
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    _signal = _Signal()
+    signal.signal(signal.SIGTERM, _signal.handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and leave the process: 0, 1 (the answers were not good enough), 2 (a user's error), 130 (stopped by an
     interrupt), 143 (stopped by SIGTERM).
 
     A user's error is one sentence on standard error; with MMACCEL_DEBUG=1 it is the traceback.
     """
-    with terminable():
+    with _terminable():
         status = _run(app, arguments)
-    sys.exit(status_of(status))
+    code = status if isinstance(status, int) else 0
+    sys.exit(TERMINATED if code == INTERRUPTED and _signal.came else code)
 
 
 def _run(app: typer.Typer, arguments: Sequence[str] | None) -> object:

@@ -19,7 +19,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.answer import prompt
 from mmaccel.cli.choices import Device, Dtype, Fps, Json
 from mmaccel.cli.console import bars, many, print_json, say, size, steps
-from mmaccel.cli.stopping import INTERRUPTED
+from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.report import counted, share
 from mmaccel.core.rows import read_rows

@@ -17,8 +17,8 @@ from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Longest, Model
 from mmaccel.cli.console import bars, counter, many, print_json, remark, sentence
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, opening, point_of
+from mmaccel.cli.program import INTERRUPTED, shielded
 from mmaccel.cli.questions import INPUT, Asked, Typed, ask_and_show, parsed, piped
-from mmaccel.cli.stopping import INTERRUPTED, shielded
 from mmaccel.core.answer import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.session import VideoSession

@@ -158,13 +158,11 @@ class Source:
         """
         times, keys, ends, last = [], [], [0.0], -FOREVER
         try:
-            for packet in self._container.demux(self._stream):
-                if packet.size == 0 or packet.is_discard:
-                    continue
+            for packet, restarts, seconds in self._packets():
+                last = seconds
                 self._look(packet)
-                if packet.pts is None or self._anew(packet, last):
+                if packet.pts is None or restarts:
                     return None
-                last = self._decoded(packet, last)
                 times.append(packet.pts * self._unit)
                 ends.append(times[-1] + (packet.duration or 0) * self._unit)
                 if packet.is_keyframe:
@@ -183,10 +181,15 @@ class Source:
         self.end = max(ends) - (self._start or 0.0)
         return [time - (self._start or 0.0) for time in times]
 
-    def _anew(self, packet: Any, last: float) -> bool:
-        """Whether the clock restarts with a packet that follows one decoded at `last` seconds."""
-        step = self._decoded(packet, last) - last
-        return last > -FOREVER and not -BACK <= step <= AHEAD
+    def _packets(self) -> Iterator[tuple[Any, bool, float]]:
+        """All packets that hold something, whether the clock restarts with each, and when it is decoded, in seconds."""
+        last = -FOREVER
+        for packet in self._container.demux(self._stream):
+            if packet.size and not packet.is_discard:
+                step = self._decoded(packet, last) - last
+                restarts = last > -FOREVER and not -BACK <= step <= AHEAD
+                last = self._decoded(packet, last)
+                yield packet, restarts, last
 
     def _decoded(self, packet: Any, last: float) -> float:
         """When a packet is decoded, in seconds; `last` where it does not tell."""
@@ -194,16 +197,11 @@ class Source:
 
     def _is_steady(self) -> bool:
         """Whether the clock of a file runs on to its end, from the packets alone: only then can be sought in it."""
-        with Source(self._where) as other:
-            last = -FOREVER
-            try:
-                for packet in other._container.demux(other._stream):
-                    if packet.size and other._anew(packet, last):
-                        return False
-                    last = other._decoded(packet, last)
-            except av.error.FFmpegError:
-                return False
-        return True
+        try:
+            with Source(self._where) as other:
+                return not any(restarts for _, restarts, _ in other._packets())
+        except av.error.FFmpegError:
+            return False
 
     def frames(self, start: float = 0.0) -> Iterator[tuple[float, av.VideoFrame]]:
         """(time, frame) in presentation order, from the last key frame at or before `start`."""

@@ -58,13 +58,9 @@ def _given(video: Any, fps: float | None) -> tuple[Tensor, float | None]:
         return _checked(torch.stack(images), "video"), fps
     tensor = _tensor(video)
     if tensor is None or tensor.ndim != 4:
-        told = (
-            f"an array of shape {tuple(tensor.shape)}" if tensor is not None else f"a {type(video).__name__}"
-        )
         each = "; give each of its clips by itself" if isinstance(video, Iterator) else ""
-        raise VideoError(
-            f"a video must be a path, a Video, frames [T, 3, H, W] or a list of images, not {told}{each}."
-        )
+        wanted = "a path, a Video, frames [T, 3, H, W] or a list of images"
+        raise VideoError(f"a video must be {wanted}, not {_kind(video, tensor)}{each}.")
     if tensor.shape[1] not in (1, 3):
         tensor = tensor.permute(0, 3, 1, 2)
     if tensor.shape[1] not in (1, 3):
@@ -85,10 +81,8 @@ def _image(image: Any) -> Tensor:
         return _from_pil(image)
     tensor = _tensor(image)
     if tensor is None or tensor.ndim not in (2, 3):
-        told = (
-            f"an array of shape {tuple(tensor.shape)}" if tensor is not None else f"a {type(image).__name__}"
-        )
-        raise VideoError(f"an image must be a path, a PIL image or an array [3, H, W], not {told}.")
+        wanted = "a path, a PIL image or an array [3, H, W]"
+        raise VideoError(f"an image must be {wanted}, not {_kind(image, tensor)}.")
     tensor = tensor[None] if tensor.ndim == 2 else tensor
     if not tensor.numel():
         raise VideoError(f"an image of shape {tuple(tensor.shape)} is empty; give at least one pixel.")
@@ -102,6 +96,10 @@ def _image(image: Any) -> Tensor:
         white = whole[:3] * whole[3:] + (1 - whole[3:])
         tensor = white.mul(255 if tensor.is_floating_point() else 255.999).to(tensor.dtype)
     return tensor.expand(3, -1, -1).contiguous()
+
+
+def _kind(value: object, tensor: Tensor | None) -> str:
+    return f"a {type(value).__name__}" if tensor is None else f"an array of shape {tuple(tensor.shape)}"
 
 
 def _checked(pixels: Tensor, what: str) -> Tensor:
@@ -128,12 +126,13 @@ def _tensor(value: Any) -> Tensor | None:
             raise VideoError(f"pixels are numpy {value.dtype}; give bytes (uint8), 0 to 255.") from error
     else:
         return None
+    kinds = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
     kind = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        kind = (
-            "sparse" if tensor.layout is not torch.strided else "on the meta device, where nothing is stored"
-        )
-    elif tensor.dtype in (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if tensor.layout is not torch.strided:
+        kind = "sparse"
+    elif tensor.is_meta:
+        kind = "on the meta device, where nothing is stored"
+    elif tensor.dtype in kinds:
         return tensor
     raise VideoError(f"pixels are {kind}; give a dense tensor of bytes (uint8), 0 to 255.")
 
@@ -154,9 +153,10 @@ def _open(path: str) -> Any:
                 raise VideoError(
                     f"{path} is an image in a format that mmaccel does not read: {image.format}."
                 )
-            if image.width * image.height > PIXELS:
+            width, height = image.size
+            if width * height > PIXELS:
                 raise VideoError(
-                    f"{path} has {image.width} x {image.height} pixels, more than {PIXELS}: make it smaller."
+                    f"{path} has {width} x {height} pixels, more than {PIXELS}: make it smaller."
                 )
             image.load()
             return PIL.ImageOps.exif_transpose(image)

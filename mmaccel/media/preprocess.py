@@ -86,7 +86,8 @@ def resize(frames: Tensor, size: tuple[int, int], resample: int = 3) -> Tensor:
     smooth = mode != "nearest-exact"
     options: dict[str, Any] = {"align_corners": False, "antialias": True} if smooth else {}
     # The CPU interpolates bytes directly; elsewhere bytes are rounded after interpolating floats.
-    native = frames.device.type == "cpu" and (mode != "bilinear" or _fast_bytes())
+    fast = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    native = frames.device.type == "cpu" and (mode != "bilinear" or fast)
     if frames.is_floating_point() or native or not smooth:
         return F.interpolate(frames, size=size, mode=mode, **options)
     return through_floats(frames, size, mode)
@@ -96,10 +97,6 @@ def through_floats(frames: Tensor, size: tuple[int, int], mode: str) -> Tensor:
     """Interpolate bytes as floats and round: what torchvision does where bytes have no kernel."""
     result = F.interpolate(frames.float(), size=size, mode=mode, align_corners=False, antialias=True)
     return result.clamp_(0, 255).round_().to(frames.dtype)
-
-
-def _fast_bytes() -> bool:
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def normalise(frames: Tensor, pixels: Pixels) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import TypeVar, get_args
 
 import av
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import FASTEST, TIE, Thinned, Ticks, grid, half_tick, nearest, rising, uniform
+from mmaccel.media.sampling import FASTEST, TIE, Thinned, grid, half_tick, nearest, rising, ticked, uniform
 from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
 
-Stream = Iterable[tuple[float, av.VideoFrame]]
+Item = TypeVar("Item")
+Stream = Iterable[tuple[float, float, av.VideoFrame | None]]
 Fit = Callable[[int, int, int], tuple[int, int]]
 """`fit(frames, height, width)`: the (height, width) that a model makes of so many frames of that size."""
 
@@ -80,23 +81,27 @@ def read(
                 f"{source.name}; give no more.",
             )
         picture = Picture(size, max_side)
-        plan = _plan(source, fps, frames, start or 0.0, stop, max_frames)
+        if fps is not None:
+            plan = _by_rate(source, fps, start or 0.0, stop, max_frames, gaps)
+        elif frames is None and max_frames is None:
+            plan = _all(source, start or 0.0, stop)
+        else:
+            plan = _by_number(source, frames, start or 0.0, stop, max_frames)
         expected = min((n for n in (plan.total, plan.most) if n is not None), default=None)
         fitted = fit is not None and expected is not None and _fit(source, picture, expected, fit)
         _check_memory(source, picture, plan.total if plan.total is None else expected)
         thinned: Thinned[tuple[float, float, Tensor]] = Thinned(plan.most)
-        ticks = Ticks(start or 0.0, plan.ticks, source.log) if plan.ticks is not None else None
         kept = thinned.kept
         drawn: tuple[av.VideoFrame, Tensor] | None = None
         skipped, end = 0, 0.0
-        for time, frame in plan.stream:
-            if ticks is not None and ticks.again(frame) and gaps == "skip":
+        for tick, time, frame in plan.stream:
+            if frame is None:
                 skipped += 1
                 continue
             if thinned.wants_next():
                 if drawn is None or drawn[0] is not frame:
                     drawn = frame, picture.draw(frame)
-                kept.append((time if ticks is None else ticks.now, time, drawn[1]))
+                kept.append((tick, time, drawn[1]))
             end = source.until(time, frame)
             done = thinned.seen
             total = plan.total if plan.total is None or done <= plan.total else None
@@ -112,7 +117,7 @@ def read(
         clock, times, drawings = (list(of) for of in zip(*kept, strict=True))
         kept.clear()
         drawn = None
-        if ticks is None:
+        if fps is None:
             clock = rising(times, 1.0 / (source.rate or 25.0))
         rate = (plan.rate or source.rate) / thinned.step or len(times) / max(end - times[0], 1e-9)
         whole = source.duration
@@ -134,8 +139,8 @@ class Plan:
 
     Of more than `most` only each second, fourth, ... is kept.
     Of `due` frames that the header promises `there` are in the file; losses up to `slack` are rounding. Where
-    `total` is but the mean rate times the span, its `end` in seconds tells of losses. `ticks` is the rate of the clock by
-    which frames are taken, None where they are taken by number.
+    `total` is but the mean rate times the span, its `end` in seconds tells of losses. `stream` has (tick, time, frame), the
+    frame None where the tick is skipped; of frames taken by number the tick is their time.
     """
 
     stream: Stream
@@ -146,63 +151,45 @@ class Plan:
     slack: int = 0
     end: float | None = None
     most: int | None = None
-    ticks: float | None = None
 
 
-def _plan(
-    source: Source, fps: float | None, count: int | None, start: float, stop: float | None, most: int | None
+def _by_rate(
+    source: Source, fps: float, start: float, stop: float | None, most: int | None, gaps: Gaps
 ) -> Plan:
-    if fps is not None:
-        return _by_rate(source, fps, start, stop, most)
-    if count is None and most is None:
-        return _all(source, start, stop)
-    times = source.index() if source.local else None
-    if count is None and times is None and (not source.count or start > 0 or stop is not None):
-        return replace(_all(source, start, stop), most=most)
-    return _by_number(source, times, count, start, stop, most)
-
-
-def _by_rate(source: Source, fps: float, start: float, stop: float | None, most: int | None) -> Plan:
     end = source.duration
     if end is None and source.local and most is not None:
-        times = source.index()
-        end = times[-1] + (1.0 / source.rate if source.rate else 0.0) if times else None
+        index = source.index()
+        end = index[-1] + (1.0 / source.rate if source.rate else 0.0) if index else None
     if end is not None and stop is not None:
         end = min(end, stop)
-    total = max(0, _ceil((end - start) * fps)) if end is not None else None
+    # 3.0000000001 frames are 3: durations are rounded to the time base.
+    total = max(0, math.ceil((end - start) * fps - 1e-6)) if end is not None else None
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
-    kept: Iterable[tuple[float, av.VideoFrame]] = nearest(
-        source.frames(start), grid(start, fps, stop), source.jump, source.until, half_tick(fps)
-    )
-    if most is not None:
+    times = grid(start, fps, stop)
+    each = nearest(source.frames(start), times, source.jump, source.until, half_tick(fps))
+    if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
-        kept = unless_last(kept, most) if total == most else kept
-    return Plan(kept, total, fps, slack=1, most=most, ticks=fps)
+        each = unless_last(each, most)
+    return Plan(ticked(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
 
 
-def unless_last(stream: Stream, number: int) -> Iterator[tuple[float, av.VideoFrame]]:
+def unless_last(stream: Iterable[Item], number: int) -> Iterator[Item]:
     """The stream without item `number` where nothing follows it."""
-    held = []
-    for place, item in enumerate(stream):
-        if place == number:
-            held.append(item)
-            continue
-        yield from held
-        held.clear()
+    stream = iter(stream)
+    yield from itertools.islice(stream, number)
+    last = list(itertools.islice(stream, 1))
+    for item in stream:
+        yield from last
+        last.clear()
         yield item
 
 
-def _by_number(
-    source: Source,
-    times: list[float] | None,
-    count: int | None,
-    start: float,
-    stop: float | None,
-    most: int | None,
-) -> Plan:
-    slack = 0 if source.count else 1
-    there, due = 0, 0
+def _by_number(source: Source, count: int | None, start: float, stop: float | None, most: int | None) -> Plan:
+    times = source.index() if source.local else None
+    if count is None and times is None and (not source.count or start > 0 or stop is not None):
+        return replace(_all(source, start, stop), most=most)
+    there, due, slack = 0, 0, 0 if source.count else 1
     if times is not None:
         there, due = len(times), source.count or len(times) + _missing(source, times)
         # A header counts frames that an edit list hides, too.
@@ -236,9 +223,10 @@ def _by_number(
     if times is not None:
         targets = [times[number] for number in numbers]
         kept = nearest(source.frames(targets[0]), targets, source.jump, source.until)
-        return Plan(kept, keep, rate, there, due, slack)
+        return Plan(((time, time, frame) for time, frame in kept), keep, rate, there, due, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
-    return Plan((pair for _, pair in nearest(numbered, map(float, numbers))), keep, rate)
+    pairs = (pair for _, pair in nearest(numbered, map(float, numbers)))
+    return Plan(((time, time, frame) for time, frame in pairs), keep, rate)
 
 
 def _missing(source: Source, times: list[float]) -> int:
@@ -252,12 +240,12 @@ def _missing(source: Source, times: list[float]) -> int:
 
 
 def _all(source: Source, start: float, stop: float | None) -> Plan:
-    def stream() -> Iterator[tuple[float, av.VideoFrame]]:
+    def stream() -> Iterator[tuple[float, float, av.VideoFrame]]:
         for time, frame in source.frames(start):
             if stop is not None and time >= stop - TIE:
                 return
             if time >= start - TIE:
-                yield time, frame
+                yield time, time, frame
 
     whole = start <= 0 and stop is None
     end = source.duration if stop is None else stop if source.duration is None else min(stop, source.duration)
@@ -298,11 +286,6 @@ def warn_of_shrinking(source: Source, picture: Picture) -> None:
         told = f"{source.name}: frames of {width}x{height} were shrunk to {columns}x{rows} and none lost"
         other = Field("max_side", "size", within="; {} sets another size")
         warn(VideoWarning(told, other, "."))
-
-
-def _ceil(value: float) -> int:
-    # 3.0000000001 frames are 3: durations are rounded to the time base.
-    return math.ceil(value - 1e-6)
 
 
 def _nothing(source: Source, start: float | None, stop: float | None) -> tuple[str | Field, ...]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from mmaccel.media.video import Event, EventKind
+from mmaccel.media.video import Event, EventKind, Gaps
 
 Item = TypeVar("Item")
 
@@ -136,27 +136,18 @@ class Log:
         return tuple(sorted(events, key=lambda one: one.time))
 
 
-class Ticks:
-    """Finds the ticks that show the frame of the tick before: call `again` once for each tick, in order."""
-
-    def __init__(self, start: float, fps: float, log: Log) -> None:
-        self._start, self._fps, self._log = start, fps, log
-        self._last: Any = None
-        self.number = -1
-
-    @property
-    def now(self) -> float:
-        """The seconds of the last tick."""
-        return self._start + self.number / self._fps
-
-    def again(self, frame: object) -> bool:
-        """Go to the next tick; True, and an event, when `frame` was shown at the tick before too."""
-        self.number += 1
-        stands = self.number > 0 and frame is self._last
-        self._last = frame
+def ticked(
+    stream: Iterable[tuple[float, Item]], start: float, fps: float, log: Log, gaps: Gaps
+) -> Iterator[tuple[float, float, Item | None]]:
+    """(tick, time, item) of a stream that has a (time, item) for each tick `start + k / fps`. Where an item stands since the
+    tick before, a gap is logged, and with `gaps` "skip" the item is None."""
+    last = None
+    for number, (time, item) in enumerate(stream):
+        tick, stands = start + number / fps, number > 0 and item is last
+        last = item
         if stands:
-            self._log.add("gap", self.now, 1.0 / self._fps)
-        return stands
+            log.add("gap", tick, 1.0 / fps)
+        yield tick, time, None if stands and gaps == "skip" else item
 
 
 def rising(times: Sequence[float], step: float) -> list[float]:

@@ -19,7 +19,7 @@ from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.address import Pipe, is_file, is_finished, is_pipe, is_url, plain, ready
 from mmaccel.media.container import Source
 from mmaccel.media.reader import Plan, check_arguments, warn_of_loss, warn_of_shrinking
-from mmaccel.media.sampling import TIE, Log, Ticks, grid, half_tick, nearest
+from mmaccel.media.sampling import TIE, Log, grid, half_tick, nearest, ticked
 from mmaccel.media.video import Event, Gaps, Picture, Progress, Video, stacked
 
 AHEAD = 8
@@ -86,7 +86,6 @@ class _Taken:
     frame: torch.Tensor | None
     time: float
     tick: float
-    number: int
     events: tuple[Event, ...]
     ends: bool
 
@@ -241,18 +240,17 @@ class _Reading:
 
     def _frames(self, queue: FrameQueue) -> Iterator[_Taken]:
         with ExitStack() as stack:
-            source = self.source = self._open(stack, queue)
-            ticks, taken = Ticks(0.0, self.fps, source.log), 0
+            source, taken = self._open(stack, queue), 0
+            self.source, fps = source, self.fps
             frames = itertools.takewhile(lambda _: not queue.closed, source.frames())
-            times = grid(0.0, self.fps)
-            for moment, frame in nearest(frames, times, source.jump, source.until, half_tick(self.fps)):
+            each = nearest(frames, grid(0.0, fps), source.jump, source.until, half_tick(fps))
+            for tick, time, frame in ticked(each, 0.0, fps, source.log, self.gaps):
                 self.seen += 1
-                if ticks.again(frame) and self.gaps == "skip":
+                if frame is None:
                     continue
                 taken += 1
-                drawn = self.picture.draw(frame) if ticks.now >= self.start - TIE else None
-                events = source.log.give(ticks.now)
-                yield _Taken(drawn, moment, ticks.now, ticks.number, events, taken % self.length == 0)
+                drawn = self.picture.draw(frame) if tick >= self.start - TIE else None
+                yield _Taken(drawn, time, tick, source.log.give(tick), taken % self.length == 0)
 
     def _open(self, stack: ExitStack, queue: FrameQueue) -> Source:
         path, options, enter = self.path, self.options, stack.enter_context
@@ -393,7 +391,7 @@ class Clips(Iterator[Video]):
             times=torch.tensor([one.time for one in taken], dtype=torch.float64),
             fps=float(fps),
             source_fps=0.0 if source is None else source.rate,
-            duration=(taken[-1].number - taken[0].number + 1) / fps,
+            duration=(round((taken[-1].tick - taken[0].tick) * fps) + 1) / fps,
             clock=torch.tensor([one.tick for one in taken], dtype=torch.float64),
             events=events if self._reading.gaps == "mark" else (),
         )

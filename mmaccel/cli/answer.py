@@ -29,23 +29,6 @@ class Answer:
     report: Report = field(repr=False)
     finish_reason: FinishReason = "stop"
 
-    def figures(self) -> dict[str, Any]:
-        """The figures of one answer, JSON-ready; `heads` counts heads over all layers by the pattern they ran."""
-        report = self.report
-        return {
-            "answer": self.text,
-            "finish_reason": self.finish_reason,
-            "ttft_s": report.ttft_s,
-            "tokens_per_s": report.tokens_per_s,
-            "kept": report.kept,
-            "peak_bytes": report.peak_bytes,
-            "prompt_tokens": report.prompt_tokens,
-            "new_tokens": report.new_tokens,
-            "backend": report.backend,
-            "heads": dict(report.heads()),
-            "draft": report.draft if report.draft.get("rounds") else None,
-        }
-
 
 def prompt(processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Module) -> dict[str, Tensor]:
     """Inputs of one turn (pieces of type "video", "image" and "text", in order) on the model's device, in its dtype."""

@@ -75,7 +75,7 @@ def ask(
         choices.check(one, model, device)
     processor = choices.processor(model)
     with bars() as progress:
-        how = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
+        how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
         seen = choices.read_video(video, processor, progress, **how)
         loaded = choices.load(model, device, dtype)
         answers, tokens = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
@@ -269,15 +269,27 @@ def as_object(
 
 
 def _figures(answer: Answer, tokens: int) -> dict[str, Any]:
-    """The figures of one answer with its cache (bytes, tokens held and seen), video tokens, accepted tokens a round, and by
-    layer and head what was run and the share kept.
-    """
-    told, report = answer.figures(), answer.report
-    draft = {name: value for name, value in report.draft.items() if name != "sequences"}  # there is one
+    """The figures of one answer. `heads` counts heads over all layers by the pattern they ran; `patterns` and
+    `kept_by_head` are by layer and head; `cache` has bytes, and tokens held and seen."""
+    report, draft = answer.report, dict(answer.report.draft)
+    draft.pop("sequences", None)  # there is one
     drafted = draft.get("rounds") or draft.get("failed")
-    told["draft"] = {**draft, "accepted_length": report.accepted_length()} if drafted else None
-    cache = {
-        name: int(report.kv[name]) for name in ("bytes", "held", "held_mean", "seen") if name in report.kv
+    return {
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "ttft_s": report.ttft_s,
+        "tokens_per_s": report.tokens_per_s,
+        "kept": report.kept,
+        "peak_bytes": report.peak_bytes,
+        "prompt_tokens": report.prompt_tokens,
+        "new_tokens": report.new_tokens,
+        "backend": report.backend,
+        "heads": dict(report.heads()),
+        "draft": {**draft, "accepted_length": report.accepted_length()} if drafted else None,
+        "patterns": report.patterns,
+        "kept_by_head": report.kept_by_head,
+        "cache": {
+            name: int(report.kv[name]) for name in ("bytes", "held", "held_mean", "seen") if name in report.kv
+        },
+        "video_tokens": video_tokens(answer, tokens),
     }
-    by_head = {"patterns": report.patterns, "kept_by_head": report.kept_by_head}
-    return {**told, **by_head, "cache": cache, "video_tokens": video_tokens(answer, tokens)}

@@ -74,7 +74,15 @@ def describe(
         text = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text()
         both = f"; there is a {' and a '.join(kinds)} of this name too, below" if kinds else ""
         texts.append(f"{name} (recipe: what `--recipe {name}` is{both})\n\n{text.rstrip()}")
-    texts += [_recipe()] if name == RECIPE else []
+    if name == RECIPE:
+        # The fields of a recipe, from its class.
+        defaults = [
+            f"{RECIPE} (what a YAML file or `accelerate` sets)\n\n{inspect.getdoc(Recipe)}\n\ndefaults"
+        ]
+        for field, value in Recipe().to_dict().items():
+            default = value["name"] if isinstance(value, dict) else "null" if value is None else value
+            defaults.append(f"  {field} = {default}")
+        texts.append("\n".join(defaults))
     texts += [_class(kind, name) for kind in [*kinds, "model"] if name in registry(kind)]
     texts += [_other(kind, name) for kind in ("model", "shape", "backend") if name in found[kind]]
     texts = texts or _words(name)
@@ -82,21 +90,6 @@ def describe(
         known = {one: kind for kind in found for one in found[kind]}
         raise UnknownName("name", name, known, known, own=True)
     say("\n\n".join(texts))
-
-
-def _recipe() -> str:
-    """The fields of a recipe, from its class."""
-    lines = [
-        f"{RECIPE} (what a YAML file or `accelerate` sets)",
-        "",
-        inspect.getdoc(Recipe) or "",
-        "",
-        "defaults",
-    ]
-    for name, value in Recipe().to_dict().items():
-        default = value["name"] if isinstance(value, dict) else "null" if value is None else value
-        lines.append(f"  {name} = {default}")
-    return "\n".join(lines)
 
 
 def _class(kind: str, name: str) -> str:
@@ -173,14 +166,9 @@ Cell = Callable[[str, str], str]
 
 def build(slot: str, name: str, **fields: Any) -> Any:
     """A policy with the fields it has by itself; a draft that wants a model gets the name of one."""
-    if "model" in fields_of(slot, name):
+    if "model" in inspect.signature(registry(slot)[name]).parameters:
         fields = {"model": "a-draft", **fields}
     return policy(slot, {"name": name, **fields})
-
-
-def fields_of(slot: str, name: str) -> set[str]:
-    """The fields of a policy."""
-    return {field.name for field in dataclasses.fields(registry(slot)[name])}
 
 
 def verdict(works: Callable[[], object], names: Iterable[str] = ()) -> str:
@@ -211,7 +199,7 @@ def together(one: str, other: str) -> Cell:
 
 def inside(draft: str, prune: str) -> str:
     """Whether a draft takes a pruner for its own prompt."""
-    if "prune" not in fields_of("draft", draft):
+    if "prune" not in inspect.signature(registry("draft")[draft]).parameters:
         return "the draft takes no pruner: it has no prompt of its own that holds video."
     found = verdict(lambda: build("draft", draft, prune=prune), (prune,))
     return found.removeprefix(f"{draft}: ")

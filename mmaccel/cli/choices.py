@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,7 +71,7 @@ def recipe(text: str, draft: str | None = None) -> Recipe:
     name, drafts = chosen.get("name"), registry("draft")
     if name == "off":
         chosen = {"name": "sequential", "model": draft}
-    elif isinstance(name, str) and name in drafts and "model" in drafts[name].__dataclass_fields__:
+    elif isinstance(name, str) and name in drafts and "model" in signature(drafts[name]).parameters:
         chosen["model"] = draft
     return Recipe.load({**fields, "draft": chosen})
 

@@ -121,11 +121,15 @@ def _points(folder: Path) -> list[Point]:
 
 def _is_sound(point: Point) -> bool:
     """Whether each value is of its kind, and the times are some."""
-    text, number, count = {str}, {int, float}, {int, NoneType}
-    reading = [(point.reading.video, text), (point.reading.gaps, text), (point.reading.bytes, count)]
-    times = [(point.reading.fps, number), (point.until, number), (point.shift, number)]
-    counts = [(point.frames, {int}), (point.session, count), (point.whole, {bool})]
-    right = all(type(value) in kinds for value, kinds in [*reading, *times, *counts])
+    reading = point.reading
+    kinds: dict[tuple[type, ...], tuple[object, ...]] = {
+        (str,): (reading.video, reading.gaps),
+        (int, float): (reading.fps, point.until, point.shift),
+        (int, NoneType): (reading.bytes, point.session),
+        (int,): (point.frames,),
+        (bool,): (point.whole,),
+    }
+    right = all(type(value) in kind for kind, values in kinds.items() for value in values)
     return right and 0 <= point.until < math.inf and math.isfinite(point.shift)
 
 

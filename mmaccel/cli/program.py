@@ -91,31 +91,24 @@ class OneVideo(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
         left = super().parse_args(ctx, args)
-        question = ctx.params.get("question")
+        video, question = ctx.params["video"], ctx.params.get("question")
+        second = next(iter(ctx.args), None)
         if isinstance(question, str):
-            check_question(ctx.params["video"], question)
-            if ctx.args:
+            # A question may be a second video: a file, or one word that ends as the video's name does.
+            named = len(question.split()) == 1 and Path(question).suffix
+            # Of a text that is too long for a name, pathlib raises what the system says.
+            if os.path.isfile(question) or (named and named == Path(video).suffix):
+                second = question
+            elif second is not None:
                 raise VideoError(
-                    f"the question came as {1 + len(ctx.args)} arguments, {shown(question)} and {shown(ctx.args[0])} "
+                    f"the question came as {1 + len(ctx.args)} arguments, {shown(question)} and {shown(second)} "
                     "among them; put it in quotes."
                 )
-        elif ctx.args:
-            raise _two(ctx.params["video"], ctx.args[0])
+        if second is not None:
+            raise VideoError(
+                f"give one video, not two ({shown(video)} and {shown(second)}); run the command once for each."
+            )
         return left
-
-
-def check_question(video: str, question: str) -> None:
-    """Raise `VideoError` for a question that is a second video: a file, or one word that ends as the video's name does."""
-    # Of a text that is too long for a name, pathlib raises what the system says.
-    named = len(question.split()) == 1 and Path(question).suffix
-    if os.path.isfile(question) or (named and named == Path(video).suffix):
-        raise _two(video, question)
-
-
-def _two(one: str, other: str) -> VideoError:
-    return VideoError(
-        f"give one video, not two ({shown(one)} and {shown(other)}); run the command once for each."
-    )
 
 
 def program(name: str, purpose: str) -> typer.Typer:

@@ -213,7 +213,11 @@ class Source:
         while True:
             goal, self._goal = self._goal, None
             if goal is not None:
-                self._seek(goal - self._back)
+                try:
+                    seconds = max(goal - self._back, 0.0) + (self._start or 0.0)
+                    self._container.seek(int(seconds / self._unit), stream=self._stream, backward=True)
+                except (av.error.FFmpegError, OverflowError):
+                    self.gap = FOREVER
                 key, settled = None, False
             for frame in self._decode():
                 if self._opened_anew:
@@ -311,13 +315,6 @@ class Source:
         if self._start is None:
             self._start = seconds
         return seconds - self._start
-
-    def _seek(self, time: float) -> None:
-        try:
-            offset = int((max(time, 0.0) + (self._start or 0.0)) / self._unit)
-            self._container.seek(offset, stream=self._stream, backward=True)
-        except (av.error.FFmpegError, OverflowError):
-            self.gap = FOREVER
 
     def _rewind(self) -> None:
         try:

@@ -181,6 +181,7 @@ def to_patches(
     """
     patch, merge, temporal = _cuts(pixels)
     device = torch.device(device) if device is not None else frames.device
+    dtype = dtype if pixels.do_normalize or pixels.do_rescale else frames.dtype
     count, _, height, width = frames.shape
     size = size_of(pixels, count, height, width, video)
     rows, columns = size[0] // patch, size[1] // patch
@@ -191,7 +192,7 @@ def to_patches(
     steps = -(-count // temporal)
     result = torch.empty(
         (steps, rows * columns, 3 * temporal * patch * patch),
-        dtype=_kept(frames, pixels, dtype),
+        dtype=dtype,
         device=device,
     )
     stride = max(1, chunk // temporal)
@@ -218,8 +219,9 @@ def to_frames(
 ) -> Tensor:
     """Frames `[T, 3, H, W]` resized and normalised, `[T, 3, h, w]` on `device` (None: that of the frames)."""
     device = torch.device(device) if device is not None else frames.device
+    dtype = dtype if pixels.do_normalize or pixels.do_rescale else frames.dtype
     size = size_of(pixels, len(frames), *frames.shape[-2:])
-    result = torch.empty((len(frames), 3, *size), dtype=_kept(frames, pixels, dtype), device=device)
+    result = torch.empty((len(frames), 3, *size), dtype=dtype, device=device)
     for first in range(0, len(frames), chunk):
         part = frames[first : first + chunk].to(device)
         result[first : first + chunk] = normalise(resize(part, size, pixels.resample), pixels)
@@ -304,7 +306,3 @@ def _cuts(pixels: Pixels) -> tuple[int, int, int]:
             "patch_size, merge_size and temporal_patch_size must be set to cut frames into patches."
         )
     return pixels.patch_size, pixels.merge_size, pixels.temporal_patch_size
-
-
-def _kept(frames: Tensor, pixels: Pixels, dtype: torch.dtype) -> torch.dtype:
-    return dtype if pixels.do_normalize or pixels.do_rescale else frames.dtype

@@ -191,9 +191,15 @@ def _by_number(source: Source, count: int | None, start: float, stop: float | No
         return replace(_all(source, start, stop), most=most)
     there, due, slack = 0, 0, 0 if source.count else 1
     if times is not None:
-        there, due = len(times), source.count or len(times) + _missing(source, times)
-        # A header counts frames that an edit list hides, too.
-        due = there if source.reaches(source.end or 0.0) else due
+        there = due = len(times)
+        whole = source.reaches(source.end or 0.0)  # a header counts frames that an edit list hides, too
+        if source.count and not whole:
+            due = source.count
+        elif source.duration is not None and times and not whole:
+            # A frame may stand as long as the longest before it, whatever the mean rate is.
+            longest = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+            left = source.duration - max(source.end or 0.0, times[-1] + longest)
+            due += max(0, round(left * source.rate))
         times = [time for time in times if start - TIE <= time and (stop is None or time < stop - TIE)]
         if not times:
             raise VideoError(*_nothing(source, start, stop))
@@ -227,16 +233,6 @@ def _by_number(source: Source, count: int | None, start: float, stop: float | No
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
     pairs = (pair for _, pair in nearest(numbered, map(float, numbers)))
     return Plan(((time, time, frame) for time, frame in pairs), keep, rate)
-
-
-def _missing(source: Source, times: list[float]) -> int:
-    """About how many frames there should be between the last one and the end that the header tells."""
-    if source.duration is None or not times:
-        return 0
-    # A frame may stand as long as the longest before it, whatever the mean rate is.
-    longest = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
-    left = source.duration - max(source.end or 0.0, times[-1] + longest)
-    return max(0, round(left * source.rate))
 
 
 def _all(source: Source, start: float, stop: float | None) -> Plan:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mmaccel.cli import console, program
+from mmaccel.cli import console
 from tests import SOURCES
 
 Call = Callable[..., tuple[int, str, str]]
@@ -286,7 +286,7 @@ def test_sigterm_acts_again_where_the_first_was_swallowed(
             cleaned.append(True)
 
     cleaned: list[bool] = []
-    monkeypatch.setattr(program, "AGAIN_S", 0.05 if swallowed else 60.0)
+    monkeypatch.setattr(sys.modules["mmaccel.cli.program"], "AGAIN_S", 0.05 if swallowed else 60.0)
     monkeypatch.setattr(catalog, "presets", twice)
     begin = time.monotonic()
     assert call("list") == (143, "", "stopped.\n") and time.monotonic() - begin < 50

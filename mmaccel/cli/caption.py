@@ -12,7 +12,7 @@ from torch import Tensor
 from typer import Argument, Option
 
 from mmaccel.cli import acceptance, choices
-from mmaccel.cli.acceptance import Drafted
+from mmaccel.cli.acceptance import Certificate, Drafted
 from mmaccel.cli.answer import ends_of, finish_reason, prompt
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
 from mmaccel.cli.console import bars, cut_short, many, number, out, print_json
@@ -86,18 +86,11 @@ def caption(
         print_json({**facts, "text": streamer.text.strip(), **figures, "certificate": proof})
         return
     out().print()
-    for line in lines(told, facts, compare):
+    for line in lines(told, facts, compare, certificate):
         out().print(line, highlight=False, markup=False)
-    if certificate is not None:
-        verdict = "rounding alone" if certificate.holds else "more than rounding"
-        out().print(
-            f"differs from plain decoding at token {certificate.first}: {verdict} (gap {certificate.gap:.2g} in fp32, "
-            f"rounding moves a logit by {certificate.slack:.2g})",
-            highlight=False,
-        )
 
 
-def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
+def lines(told: Drafted, facts: dict[str, Any], compare: bool, certificate: Certificate | None) -> list[str]:
     """What people read below the text."""
     speed = f"speed   {number(told.tokens_per_s, '.1f', ' tokens/s')}"
     first = f"first   {number(told.ttft_s, '.2f', ' s')}"
@@ -125,6 +118,12 @@ def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
         found.insert(0, f"the description is {cut}")
     if told.failed is not None:
         found.append(f"the draft stopped, and the model went on alone: {told.failed}")
+    if certificate is not None:
+        verdict = "rounding alone" if certificate.holds else "more than rounding"
+        found.append(
+            f"differs from plain decoding at token {certificate.first}: {verdict} (gap {certificate.gap:.2g} in fp32, "
+            f"rounding moves a logit by {certificate.slack:.2g})"
+        )
     return found
 
 

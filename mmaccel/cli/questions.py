@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mmaccel.cli.console import cut_short, many, number, out, remark
+from mmaccel.cli.console import cut_short, many, number, out, remark, say
 from mmaccel.core import outside
 from mmaccel.core.answer import Answer
 from mmaccel.core.errors import ModelError, VideoError, shown
@@ -140,7 +140,7 @@ def ask_and_show(
         if answer.evidence:
             console.print(evidence_table(answer, moments))
         for line in below(answer, moments):
-            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+            say(f"  {line}")
     return {
         "question": text,
         "at": at,

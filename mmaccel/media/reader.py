@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import FASTEST, TIE, Thinned, grid, half_tick, nearest, rising, ticked, uniform
+from mmaccel.media.sampling import FASTEST, TIE, grid, half_tick, nearest, rising, ticked, uniform
 from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
 
 Item = TypeVar("Item")
@@ -90,28 +90,31 @@ def read(
         expected = min((n for n in (plan.total, plan.most) if n is not None), default=None)
         fitted = fit is not None and expected is not None and _fit(source, picture, expected, fit)
         _check_memory(source, picture, plan.total if plan.total is None else expected)
-        thinned: Thinned[tuple[float, float, Tensor]] = Thinned(plan.most)
-        kept = thinned.kept
+        # Of a source that is longer than it tells, every second frame is let go whenever there are too many.
+        kept, step = list[tuple[float, float, Tensor]](), 1
         drawn: tuple[av.VideoFrame, Tensor] | None = None
-        skipped, end = 0, 0.0
+        done, skipped, end = 0, 0, 0.0
         for tick, time, frame in plan.stream:
             if frame is None:
                 skipped += 1
                 continue
-            if thinned.wants_next():
+            if done % step == 0 and len(kept) == plan.most:
+                del kept[1::2]
+                step *= 2
+            if done % step == 0:
                 if drawn is None or drawn[0] is not frame:
                     drawn = frame, picture.draw(frame)
                 kept.append((tick, time, drawn[1]))
             end = source.until(time, frame)
-            done = thinned.seen
+            done += 1
             total = plan.total if plan.total is None or done <= plan.total else None
             if progress is not None:
                 progress(done, total)
-            if total is None and thinned.step == 1 and done % AHEAD == 0:
+            if total is None and step == 1 and done % AHEAD == 0:
                 _check_memory(source, picture, AHEAD if plan.most is None else min(AHEAD, plan.most - done))
         if not kept:
             raise VideoError(*_nothing(source, start, stop))
-        warn_of_loss(source, plan, thinned.seen + skipped, end, stop)
+        warn_of_loss(source, plan, done + skipped, end, stop)
         if not fitted:
             warn_of_shrinking(source, picture)
         clock, times, drawings = (list(of) for of in zip(*kept, strict=True))
@@ -119,7 +122,7 @@ def read(
         drawn = None
         if fps is None:
             clock = rising(times, 1.0 / (source.rate or 25.0))
-        rate = (plan.rate or source.rate) / thinned.step or len(times) / max(end - times[0], 1e-9)
+        rate = (plan.rate or source.rate) / step or len(times) / max(end - times[0], 1e-9)
         whole = source.duration
         return Video(
             frames=stacked(drawings),

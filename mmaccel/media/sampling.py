@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from mmaccel.media.video import Event, EventKind, Gaps
 
@@ -85,28 +85,6 @@ def nearest(
         while target is not None and target < end - TIE:
             yield before
             target = next(wanted, None)
-
-
-class Thinned(Generic[Item]):
-    """At most `most` items of a stream whose length is not known, evenly spaced over all of it.
-
-    When there is no more room every second one is let go, and from then on only every second is taken; so
-    more than half of `most` stay of a longer stream. `step` is the distance of those kept, in items.
-    """
-
-    def __init__(self, most: int | None) -> None:
-        self.most = most
-        self.step = 1
-        self.seen = 0
-        self.kept: list[Item] = []
-
-    def wants_next(self) -> bool:
-        """Count the next item; True where the caller is to append it to `kept`."""
-        number, self.seen = self.seen, self.seen + 1
-        if number % self.step == 0 and len(self.kept) == self.most:
-            del self.kept[1::2]
-            self.step *= 2
-        return number % self.step == 0
 
 
 class Log:

@@ -16,7 +16,6 @@ import pytest
 from mmaccel import media
 from mmaccel.media import reader
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import Thinned
 from tests.media.films import Film, numbers
 
 
@@ -69,23 +68,6 @@ def test_a_clock_that_starts_late(film: Film, name: str, how: dict[str, Any], st
     assert video.times[0] == 0
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 6, 7, 60, 100])
-@pytest.mark.parametrize("total", [1, 2, 59, 60, 61])
-def test_thinning_keeps_an_even_part_of_the_whole(most: int, total: int) -> None:
-    thinned: Thinned[int] = Thinned(most)
-    made = []
-    for number in range(total):
-        if thinned.wants_next():
-            made.append(number)
-            thinned.kept.append(number)
-    kept = thinned.kept
-    assert kept == list(range(0, total, thinned.step))
-    assert len(kept) <= most and (thinned.step == 1) == (total <= most)
-    # The next longer step would have been one too many.
-    assert thinned.step == 1 or -(-total // (thinned.step // 2)) > most
-    assert len(made) < 2 * most * (1 + total.bit_length())
-
-
 def test_the_last_of_too_many_by_one_is_left_out() -> None:
     assert [list(reader.unless_last(range(n), 3)) for n in (3, 4, 5)] == [
         [0, 1, 2],
@@ -95,7 +77,12 @@ def test_the_last_of_too_many_by_one_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "step"), [({"max_frames": 8}, 8), ({"fps": 12.5, "max_frames": 8}, 8), ({"max_frames": 60}, 1)]
+    ("how", "step"),
+    [
+        *(({"max_frames": most}, step) for most, step in ((1, 64), (2, 32), (3, 32), (6, 16), (7, 16))),
+        *(({"max_frames": most}, step) for most, step in ((8, 8), (59, 2), (60, 1), (100, 1))),
+        ({"fps": 12.5, "max_frames": 8}, 8),
+    ],
 )
 def test_bare_h264_is_thinned_over_its_whole_span(film: Film, how: dict[str, Any], step: int) -> None:
     seen: list[tuple[int, int | None]] = []

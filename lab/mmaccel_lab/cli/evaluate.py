@@ -9,7 +9,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Draft, Dtype, Json, Model
-from mmaccel.cli.console import bars, err, number, out, print_json, steps
+from mmaccel.cli.console import bars, number, out, print_json, remark, say, steps
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, kinds_of, lengths_of, tell_stop
 
@@ -108,7 +108,7 @@ def needle(
         told = "{asked} of {wanted} {kind} questions at {frames} frames: too few worlds have one.".format(
             **one
         )
-        err().print(told, highlight=False, soft_wrap=True)
+        remark(told)
     if stopped:
         tell_stop(sum(row["asked"] for row in rows))
         raise typer.Exit(130)
@@ -159,7 +159,7 @@ def caption(
         told_line = f"{result['captions']} captions, {result['tokens']} tokens: {number(shares['accuracy'], '.1%')} right"
         if second is not None:
             told_line += f", the draft agrees on {number(shares['agreement'], '.1%')}"
-        out().print(told_line, highlight=False, soft_wrap=True)
+        say(told_line)
     if stopped:
         tell_stop(len(rows))
         raise typer.Exit(130)
@@ -270,7 +270,7 @@ def table(
         if worth and as_json:
             print_json(result())
         elif lines or whole:
-            out().print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
+            say(markdown(lines))
     write()
     if stopped:
         tell_stop(len(lines), GO_ON if output is not None else "")

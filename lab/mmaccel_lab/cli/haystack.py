@@ -10,7 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, many, number, out, print_json, steps
+from mmaccel.cli.console import bars, many, number, out, print_json, say, steps
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, lengths_of, tell_stop
@@ -368,7 +368,7 @@ def _show(
     for one in missed:
         why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
         run = f" (--seed {one['seed']})" if several else ""
-        _line(
+        say(
             f"{one['rival']} computes {one['share']:.1%} of the first prompt of {many(one['frames'], 'frame')}{run}, "
             f"and {one['yardstick'] or 'what it is levelled with'} {one['wanted']:.1%}: {why}."
         )
@@ -377,14 +377,10 @@ def _show(
 def _tell_rest(rest: Sequence[Shot], path: Path | None) -> None:
     names = ", ".join(dict.fromkeys(shot.recipe for shot in rest))
     lengths = ", ".join(str(frames) for frames in sorted({shot.frames for shot in rest}))
-    _line(
+    say(
         f"{path} also holds {many(len(rest), 'answer')} not asked for here ({names}; {lengths} frames): "
         f"--rows {path} shows all."
     )
-
-
-def _line(told: str) -> None:
-    out().print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def _points(gap: Gap | None) -> str:

@@ -12,7 +12,7 @@ import typer
 from mmaccel.cli import choices
 from mmaccel.cli.ask import compared, side_by_side
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, columns, counter, err, many, number, out, print_json, steps
+from mmaccel.cli.console import bars, columns, counter, many, number, out, print_json, remark, say, steps
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import kinds_of, tell_stop
 
@@ -52,7 +52,7 @@ def world(
     if truth is not None:
         truth.write_text(json.dumps(made.truth(), indent=2) + "\n", encoding="utf-8")
     told = f"{output}: {many(frames, 'frame')}, {many(len(made.cards), 'card')}, {many(len(made.segments), 'scene')}"
-    out().print(told, markup=False, highlight=False, soft_wrap=True)
+    say(told)
 
 
 def demo(
@@ -138,9 +138,7 @@ def demo(
     short = {name: share for name, share in shares.items() if share is None or share < ENOUGH}
     if short:
         told = ", ".join(f"{name} ({number(share, '.1%')})" for name, share in short.items())
-        err().print(
-            f"fewer than {ENOUGH:.0%} of the answers are right: {told}.", highlight=False, soft_wrap=True
-        )
+        remark(f"fewer than {ENOUGH:.0%} of the answers are right: {told}.")
         raise typer.Exit(1)
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from mmaccel.backends import select
+from mmaccel.cli.choices import takes
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.recipe import Recipe, check_sequences, presets, stream_policy
@@ -166,7 +167,7 @@ Cell = Callable[[str, str], str]
 
 def build(slot: str, name: str, **fields: Any) -> Any:
     """A policy with the fields it has by itself; a draft that wants a model gets the name of one."""
-    if "model" in inspect.signature(registry(slot)[name]).parameters:
+    if takes(slot, name, "model"):
         fields = {"model": "a-draft", **fields}
     return policy(slot, {"name": name, **fields})
 
@@ -199,7 +200,7 @@ def together(one: str, other: str) -> Cell:
 
 def inside(draft: str, prune: str) -> str:
     """Whether a draft takes a pruner for its own prompt."""
-    if "prune" not in inspect.signature(registry("draft")[draft]).parameters:
+    if not takes("draft", draft, "prune"):
         return "the draft takes no pruner: it has no prompt of its own that holds video."
     found = verdict(lambda: build("draft", draft, prune=prune), (prune,))
     return found.removeprefix(f"{draft}: ")

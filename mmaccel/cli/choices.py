@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +58,11 @@ Timeout = Annotated[float | None, Option(help="Seconds that an address or a pipe
 Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer.")]
 
 
+def takes(kind: str, name: str, field: str) -> bool:
+    """Whether a policy has a field."""
+    return any(one.name == field for one in dataclasses.fields(registry(kind)[name]))
+
+
 def recipe(text: str, draft: str | None = None) -> Recipe:
     """The recipe of a name, a YAML file or a table of head patterns.
 
@@ -68,10 +73,10 @@ def recipe(text: str, draft: str | None = None) -> Recipe:
         return Recipe.load(fields)
     wanted = fields.get("draft")
     chosen: dict[str, Any] = dict(wanted) if isinstance(wanted, dict) else {"name": wanted or "off"}
-    name, drafts = chosen.get("name"), registry("draft")
+    name = chosen.get("name")
     if name == "off":
         chosen = {"name": "sequential", "model": draft}
-    elif isinstance(name, str) and name in drafts and "model" in signature(drafts[name]).parameters:
+    elif isinstance(name, str) and name in registry("draft") and takes("draft", name, "model"):
         chosen["model"] = draft
     return Recipe.load({**fields, "draft": chosen})
 

@@ -18,10 +18,9 @@ from mmaccel.cli.answer import Answer, prompt
 from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
 from mmaccel.cli.console import bars, columns, cut_short, many, number, out, print_json, size
-from mmaccel.core import outside
 from mmaccel.core.answer import MAX_NEW_TOKENS
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import RecipeError, VideoError
+from mmaccel.core.errors import RecipeError, VideoError, check_question
 from mmaccel.core.prune import candidates, quota
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import counted, share
@@ -61,7 +60,7 @@ def ask(
     """Ask a question about a video; the answer, and seconds, tokens a second, share kept, memory."""
     if not question.strip():
         raise VideoError("the question is empty; ask something.")
-    outside.question(question)
+    check_question(question)
     chosen = choices.recipes(recipe or ["dense" if draft is None else "sequential"], draft)
     if compare:
         dense = choices.recipe("dense")

@@ -16,7 +16,7 @@ from rich.table import Table
 from mmaccel.cli.console import cut_short, many, number, out, remark, say
 from mmaccel.core import outside
 from mmaccel.core.answer import Answer
-from mmaccel.core.errors import ModelError, VideoError, shown
+from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.session import VideoSession
 
 INPUT = "-"
@@ -39,7 +39,7 @@ Asked = tuple[float | None, str]
 
 def parsed(text: str, source: str = "--question") -> Asked:
     """A question and when it is asked; `source` names in an error where it came from."""
-    outside.words(text, source)
+    check_text(text, source)
     words, at, when = text.rpartition("@")
     try:
         seconds = float(when) if at else None
@@ -103,7 +103,7 @@ class Typed:
         try:
             for line in sys.stdin:
                 try:
-                    self._lines.put(outside.words(line.strip(), "this question"))
+                    self._lines.put(check_text(line.strip(), "this question"))
                 except ModelError as error:
                     remark(str(error))
         except UnicodeDecodeError:

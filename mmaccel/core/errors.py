@@ -151,6 +151,24 @@ class ModelError(MmaccelError):
     """A model, a checkpoint folder or a model call that this package cannot serve."""
 
 
+def check_text(text: Any, what: str) -> str:
+    """The text; raises `ModelError` for what is not text that UTF-8 can encode."""
+    if not isinstance(text, str):
+        raise ModelError(f"{what}: {shown(text)} is not text; give a string.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"{what}: {shown(text)} has bytes that are not UTF-8; write it in UTF-8.") from error
+    return text
+
+
+def check_question(text: Any) -> str:
+    """The question; raises `ModelError` for one that is empty or not text."""
+    if not check_text(text, "question").strip():
+        raise ModelError("question: it is empty; ask something.")
+    return str(text)
+
+
 class DraftError(MmaccelError):
     """A draft that cannot serve its target: another vocabulary, a missing model, a wrong proposal."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, shown
+from mmaccel.core.errors import MmaccelError, RecipeError, shown
 
 TEXT_BYTES = 1 << 20
 """Most bytes of a file that people write: a recipe, a chat template, a list of questions."""
@@ -184,24 +184,6 @@ class _Limited(yaml.SafeLoader):
                     raise yaml.YAMLError(f"{told}; leave one out")
                 lines[key.value] = line
         return super().construct_mapping(node, deep)
-
-
-def words(text: Any, what: str) -> str:
-    """The text; raises `ModelError` for what is not text that UTF-8 can encode."""
-    if not isinstance(text, str):
-        raise ModelError(f"{what}: {shown(text)} is not text; give a string.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ModelError(f"{what}: {shown(text)} has bytes that are not UTF-8; write it in UTF-8.") from error
-    return text
-
-
-def question(text: Any, what: str = "question") -> str:
-    """The question; raises `ModelError` for one that is empty or not text."""
-    if not words(text, what).strip():
-        raise ModelError(f"{what}: it is empty; ask something.")
-    return str(text)
 
 
 def reason(error: BaseException) -> str:

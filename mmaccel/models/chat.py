@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from mmaccel.core import errors, outside
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, check_text
 
 SECONDS = 5.0
 """Seconds that a template may run."""
@@ -123,7 +123,7 @@ def _without(piece: Any, shown: dict[str, list[Any]]) -> dict[str, Any]:
         raise ModelError(f"content: {errors.shown(piece)} is not a piece; give a mapping with its type.")
     kind = piece.get("type")
     if kind == "text":
-        return {"type": "text", "text": outside.words(piece.get("text"), "content")}
+        return {"type": "text", "text": check_text(piece.get("text"), "content")}
     if not isinstance(kind, str) or kind not in shown:
         raise ModelError(
             f"a piece of type {errors.shown(kind)} is not known: use 'text', 'image' or 'video'."

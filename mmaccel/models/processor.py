@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core import outside
-from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.errors import ModelError, check_text, warn
 from mmaccel.media.intake import as_frames, as_image
 from mmaccel.media.preprocess import Pixels
 from mmaccel.models.chat import Written, conversations, ids_of, image_rows, video_list, written
@@ -146,7 +146,7 @@ class Processor:
 
         Raises `ModelError` when placeholders and visuals do not match.
         """
-        texts = [outside.words(one, "text") for one in ([text] if isinstance(text, str) else text)]
+        texts = [check_text(one, "text") for one in ([text] if isinstance(text, str) else text)]
         if not texts:
             raise ModelError("text is an empty list: give at least one text.")
         where: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core import outside
 from mmaccel.core.adapter import ModelView, home_of
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.attention import AttentionConfig, ForwardPass
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.execute import kernel_for
 from mmaccel.core.kv import StreamState
 from mmaccel.core.positions import PositionIds
@@ -143,7 +142,7 @@ class HFStreamAdapter(StreamAdapter):
         return self._template()[0]
 
     def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:
-        outside.question(question)
+        check_question(question)
         plain = self._template()[1]
         ids = self._chat(question)[1]
         begin = _alike(ids, plain)

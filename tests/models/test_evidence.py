@@ -71,9 +71,9 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
     with open_session("random-qwen", WHOLE["rekv"]) as session:
         session.watch(film(7), fps=1.0)
         session.ask(QUESTION, 1)
-        tail = session._seam.tail(QUESTION)
+        ids, words = session._seam.tail(QUESTION)
         assert session._live is not None and session._live.info.pending is not None
-    assert held == [len(tail.ids) - tail.words[0]] * 2
+    assert held == [len(ids) - words[0]] * 2
 
 
 def test_units_are_weighed_for_the_last_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:

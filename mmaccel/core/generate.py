@@ -58,6 +58,44 @@ def lockstep(sequences: Sequence[Speculation]) -> None:
             sequence.close()
 
 
+class CarefulDraft:
+    """A draft at work, whose failure ends the draft and not the decoding; `state` is None before it is opened, and after."""
+
+    def __init__(self, meter: Rounds, state: DraftState | None = None) -> None:
+        self.state, self._meter = state, meter
+
+    @contextmanager
+    def dropping(self) -> Iterator[DraftState | None]:
+        """Run what may fail with the draft's state; None where it was dropped."""
+        try:
+            yield self.state
+        except Exception as error:
+            self.drop(error)
+
+    def drop(self, error: Exception) -> None:
+        """Go on without the draft, and say so."""
+        draft, self.state = self.state, None
+        self._failed(error)
+        if draft is not None:
+            # It is broken already; that it cannot tidy up either is no news.
+            with suppress(Exception):
+                draft.close()
+
+    def _failed(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self._meter.draft_failed(reason)
+        warn(f"the draft failed and was dropped; decoding goes on without it ({reason}).")
+
+    def close(self) -> None:
+        """Close the draft, in whatever state it is; a second call does nothing."""
+        draft, self.state = self.state, None
+        if draft is not None:
+            try:
+                draft.close()
+            except Exception as error:
+                self._failed(error)
+
+
 class Speculation:
     """One sequence being decoded: `ids` [1, S + m], the prompt's and those committed so far, and whether it has `ended`.
 
@@ -73,7 +111,7 @@ class Speculation:
     def __init__(
         self,
         target: Runner,
-        draft: DraftState,
+        draft: DraftState | CarefulDraft,
         prompt: Prompt,
         first: Tensor,
         *,
@@ -85,7 +123,7 @@ class Speculation:
         self.ids, self.ended = prompt.ids, False
         self._target, self._prompt, self._meter = target, prompt, meter
         self._stop, self._emit, self._rows = stop, emit, rows
-        self._draft: DraftState | None = draft
+        self._draft = draft if isinstance(draft, CarefulDraft) else CarefulDraft(meter, draft)
         self._first: Tensor | None = first
         self._vocab = first.shape[-1]
         self._origin = target.length() - prompt.ids.shape[1]
@@ -117,7 +155,7 @@ class Speculation:
             self._emit(committed)
         if not self.ended:
             # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
-            with self._dropping() as draft:
+            with self._draft.dropping() as draft:
                 if draft is not None:
                     draft.observe(committed, kept)
         if first is None and self._emit is not None:
@@ -130,7 +168,7 @@ class Speculation:
         that each was judged by, first of all."""
         target, ids, prompt = self._target, self.ids, self._prompt
         proposal = Proposal.empty()
-        with self._dropping() as draft:
+        with self._draft.dropping() as draft:
             if draft is not None:
                 offered = draft.propose()
                 check(offered)
@@ -146,7 +184,7 @@ class Speculation:
             self._meter.round(drafted.numel(), path.numel())
             return committed, path.numel(), logits[taken.to(logits.device)]
         logits = target.step(rows)[0]
-        with self._dropping() as draft:
+        with self._draft.dropping() as draft:
             if draft is not None:
                 tail = draft.tail()
                 check(tail)
@@ -156,40 +194,14 @@ class Speculation:
         try:
             committed, kept = accept(proposal, logits, ids[0], prompt.warp, prompt.generator)
         except DraftError as error:
-            self._drop(error)
+            self._draft.drop(error)
             committed, kept = accept(Proposal.empty(), logits[:1], ids[0], prompt.warp, prompt.generator)
         self._meter.round(proposal.ids.numel(), kept)
         return committed, kept, logits
 
-    @contextmanager
-    def _dropping(self) -> Iterator[DraftState | None]:
-        """The draft, whose failure ends the draft and not the decoding; None where it was dropped."""
-        try:
-            yield self._draft
-        except Exception as error:
-            self._drop(error)
-
-    def _drop(self, error: Exception) -> None:
-        draft, self._draft = self._draft, None
-        self._failed(error)
-        if draft is not None:
-            # It is broken already; that it cannot tidy up either is no news.
-            with suppress(Exception):
-                draft.close()
-
-    def _failed(self, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
-        self._meter.draft_failed(reason)
-        warn(f"the draft failed and was dropped; decoding goes on without it ({reason}).")
-
     def close(self) -> None:
         """Close the draft, in whatever state it is; a second call does nothing."""
-        draft, self._draft = self._draft, None
-        if draft is not None:
-            try:
-                draft.close()
-            except Exception as error:
-                self._failed(error)
+        self._draft.close()
 
 
 class Ended(Exception):

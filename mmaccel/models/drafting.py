@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmaccel.core.adapter import ModelView
-from mmaccel.core.draft import DraftStrategy, Probe, Prompt
-from mmaccel.core.errors import DraftError, warn
-from mmaccel.core.generate import Ended, Speculation, lockstep
-from mmaccel.core.prune import TokenPruner
-from mmaccel.core.registry import registry
-from mmaccel.core.report import SequenceMeter
-from mmaccel.models.batches import STATEFUL, Sampling, allowed_to, of_one, split_batch
+from mmaccel.core.draft import Prompt
+from mmaccel.core.errors import DraftError, ModelError, warn
+from mmaccel.core.generate import CarefulDraft, Ended, Speculation, lockstep
+from mmaccel.core.layout import IMAGE, VIDEO
+from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import asked, columns
+from mmaccel.models.prompt_layout import asked, columns, is_given
 from mmaccel.models.runner import open_runner, unpadded
 from mmaccel.models.signals import Listener
+
+STATEFUL = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+}
+"""Processors of transformers that remember what they were asked, token by token, and the arguments that they are made of: a
+draft asks about tokens that are refused, too, and about the same place twice."""
 
 
 def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
@@ -197,7 +201,7 @@ class _Sequence:
         scored = options.return_dict_in_generate and (options.output_scores or options.output_logits)
         self.rows: list[Tensor] | None = [] if scored else None
         self.meter = owner.attention.meter.sequence()
-        guarded = _Careful(draft, owner.view, self.meter)
+        careful = CarefulDraft(self.meter)
         meter, streamer = self.meter, self._streamer
 
         def emit(tokens: Tensor) -> None:
@@ -206,17 +210,28 @@ class _Sequence:
                 for token in tokens.cpu().reshape(-1):
                     streamer.put(token[None])
 
+        def keep(columns: Tensor) -> None:
+            with careful.dropping() as state:
+                if state is not None:
+                    state.keep(columns)
+
+        pruner = probe = listener = None
         try:
-            guarded.begin(prompt)
-            listeners = _listeners(attachment, self._raw, guarded)
-            probes = [*guarded.probes(), *listeners]
+            with careful.dropping():
+                state = careful.state = draft.open(owner.view)
+                state.begin(prompt)
+                pruner, probe = state.pruner(draft.pruner), state.probe()
+            if pruner is not None:
+                layout = attachment.family.layout(attachment.model, self._raw)
+                listener = Listener(owner, pruner, layout, keep, careful.drop)
+            probes = [one for one in (probe, listener) if one is not None]
             first = self.runner.prefill({"input_ids": input_ids, **model_kwargs}, probes=probes)
-            for one in listeners:
-                one.close()
-            self.draft = guarded.state
+            if listener is not None:
+                listener.close()
+            self.draft = careful.state
             self.decoding = Speculation(
                 self.runner,
-                self.draft,
+                careful,
                 prompt,
                 first,
                 stop=lambda ids: bool(of_one("stopping_criteria", stopping_criteria(ids, None)).all()),
@@ -225,7 +240,8 @@ class _Sequence:
                 rows=self.rows,
             )
         except BaseException:
-            guarded.state.close()
+            if careful.state is not None:
+                careful.state.close()
             raise
 
     def end(self) -> None:
@@ -233,7 +249,8 @@ class _Sequence:
         self.decoding.close()
         self.runner.settle()
         try:
-            self.meter.counters, self.meter.notes = self.draft.counters(), list(self.draft.notes())
+            if self.draft is not None:
+                self.meter.counters, self.meter.notes = self.draft.counters(), list(self.draft.notes())
         except Exception as error:
             message = (
                 f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
@@ -284,64 +301,6 @@ def _shorten(attachment: Attachment, kwargs: dict[str, Any], count: int) -> None
             setattr(config, name, value - count)
 
 
-class _Careful:
-    """A draft up to the end of the target's prefill: one that fails is dropped, and decoding goes on without it."""
-
-    def __init__(self, draft: DraftStrategy, view: ModelView, meter: SequenceMeter) -> None:
-        self._silent = self.state = registry("draft")["off"]().open(view)
-        self._meter = meter
-        with self._dropping():
-            self.state = draft.open(view)
-
-    def begin(self, prompt: Prompt) -> None:
-        with self._dropping():
-            self.state.begin(prompt)
-
-    def probes(self) -> list[Probe]:
-        """What the draft reads the target's prefill with."""
-        with self._dropping():
-            probe = self.state.probe()
-            return [] if probe is None else [probe]
-        return []
-
-    def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
-        """What chooses the columns of the prompt that the draft reads."""
-        with self._dropping():
-            return None if self.state is self._silent else self.state.pruner(given)
-        return None
-
-    def keep(self, columns: Tensor) -> None:
-        if self.state is not self._silent:
-            with self._dropping():
-                self.state.keep(columns)
-
-    def fail(self, error: Exception) -> None:
-        """Drop the draft for `error`, and say so."""
-        reason = f"{type(error).__name__}: {error}"
-        self._meter.draft_failed(reason)
-        message = f"the draft failed and was dropped; decoding goes on without it ({reason})."
-        warn(message)
-        with suppress(Exception):
-            self.state.close()
-        self.state = self._silent
-
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.fail(error)
-
-
-def _listeners(attachment: Attachment, raw: Mapping[str, Any], draft: _Careful) -> list[Listener]:
-    """What reads the target's prefill for the draft's pruner, if it has one."""
-    pruner = draft.pruner(attachment.owner.recipe.draft.pruner)
-    if pruner is None:
-        return []
-    layout = attachment.family.layout(attachment.model, raw)
-    return [Listener(attachment.owner, pruner, layout, draft.keep, draft.fail)]
-
-
 def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
     """Turn `stop_strings` into a criterion here: a decoding loop of one's own makes transformers lose the tokenizer."""
     from transformers import StoppingCriteriaList, StopStringCriteria
@@ -357,3 +316,66 @@ def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
     kwargs.pop("stop_strings", None)
     given = list(kwargs.get("stopping_criteria") or [])
     kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
+
+
+def split_batch(family: FamilyFacts, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The inputs of each sequence of a batch by itself, its padding included; what tells of neither sequences nor
+    pixels stays in each."""
+    if is_given(inputs.get("mm_encoder_outputs")):
+        raise ModelError(
+            "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."
+        )
+    layout = family.layout(model, inputs)
+    rows: list[dict[str, Any]] = []
+    for b in range(layout.batch):
+        row = dict(inputs)
+        for name in ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids"):
+            if is_given(inputs.get(name)):
+                row[name] = inputs[name][..., b : b + 1, :]
+        rows.append(row)
+    for kind in (IMAGE, VIDEO):
+        counts = [layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)]
+        for name, sizes in family.shares(inputs, kind).items():
+            if sum(counts) != len(sizes):
+                raise ModelError(
+                    f"{name} has {len(sizes)} pictures or videos and input_ids {sum(counts)}, so that it cannot be told "
+                    "which sequence each is of; give prompts one by one."
+                )
+            item, begin = 0, 0
+            for row, count in zip(rows, counts, strict=True):
+                end = begin + sum(sizes[item : item + count])
+                row[name] = inputs[name][begin:end]
+                if not count:
+                    del row[name]
+                item, begin = item + count, end
+    return rows
+
+
+def allowed_to(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
+    """What may follow `ids` of sequence `number` of a batch, which transformers takes for the only one."""
+    return allowed(number, ids)
+
+
+def of_one(field: str, verdict: Tensor) -> Tensor:
+    """What the processors or criteria given as `field` say of one sequence; `DraftError` where they tell of several."""
+    if verdict.shape[0] != 1:
+        raise DraftError(
+            f"{field}: one tells of {verdict.shape[0]} sequences, and was asked about one, for here the sequences of a "
+            "batch are decoded each by itself; give prompts one by one, or leave the draft out."
+        )
+    return verdict
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the processors make of one token's logits: (ids before [S], logits [V]) -> probabilities [V]. A class of its own,
+    so that it can travel to another process."""
+
+    processors: Any
+    sample: bool
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        scores = of_one("logits_processor", self.processors(ids[None], logits[None].float()))[0]
+        if self.sample:
+            return torch.softmax(scores, -1)
+        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()

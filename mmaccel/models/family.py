@@ -23,10 +23,10 @@ class Family(FamilyFacts):
     """A family that takes recipes and reads streams; `FamilyFacts` says which facts and methods a subclass gives."""
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
-        from mmaccel.models.generate import generate
+        from mmaccel.models.generate import DraftTimes, generate
         from mmaccel.models.hf import Attachment
 
-        return Attachment(model, self, owner, generate).remove
+        return Attachment(model, self, owner, generate, DraftTimes()).remove
 
     def runner(self, model: nn.Module, state: KVState | None = None) -> Runner:
         from mmaccel.models.runner import HFRunner

@@ -185,8 +185,7 @@ class FamilyFacts(ModelFamily):
             found += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]  # type: ignore[list-item]
         return found
 
-    def _check_own(self, inputs: Mapping[str, Any]) -> None:
-        """Raise `ModelError` for inputs that another family's processor made."""
+    def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
         # A family that names no facts of its own may have those of others.
         known = registry("model").values() if self.facts else ()
         others: set[str] = set().union(*(getattr(one, "facts", ()) for one in known))
@@ -202,9 +201,6 @@ class FamilyFacts(ModelFamily):
         ]
         if odd:
             raise ModelError(f"inputs: {odd[0]}; build them with the model's own processor.")
-
-    def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
-        self._check_own(inputs)
         ids: Tensor = inputs["input_ids"]
         config: Any = model.config
         modality = torch.zeros_like(ids)

@@ -1,4 +1,4 @@
-"""`generate` of an accelerated model: the arguments that a recipe refuses, its time limit, its decoding loop, and the meter.
+"""`generate` of an accelerated model: what a recipe refuses of it, its time limit, the choice of a decoding loop, the meter.
 
 Every other argument is honoured as transformers honours it. `tests/models/test_arguments.py` walks the installed version's
 arguments and holds both.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +16,19 @@ from torch import Tensor
 from mmaccel.core.errors import DraftError, ModelError, warn
 from mmaccel.core.generate import Deadline, Ended
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import asked, by_name, columns
+
+MARGIN = 1.1
+"""How many times faster than plain steps of the batch a draft must be: with one each sequence takes its own target steps,
+one sequence after the other, and a plain step serves the whole batch."""
+STEPS = 4
+"""A call with fewer steps is not measured."""
+TIMED = 2
+"""Plain calls of a batch's size that are timed before a draft may act there: the first step may be compiled or captured."""
 
 NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
@@ -59,7 +69,7 @@ DRAFT = {
     "leave one of the two out.",
 }
 """Arguments of `generate` that a draft does not take. It also refuses filled caches, and processors that remember
-(`batches.STATEFUL`)."""
+(`drafting.STATEFUL`)."""
 
 OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache")
 """Arguments of `generate` that ask for more than the loop without a draft gives, beside those of `DRAFT`."""
@@ -233,6 +243,52 @@ def _nothing(kwargs: dict[str, Any], default: Any) -> Any:
     from transformers.generation import GenerateDecoderOnlyOutput
 
     return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
+
+
+@dataclass
+class DraftTimes:
+    """Times measured on one accelerated model, and the decision for a batch.
+
+    A step takes longer on a longer prompt, so that times are kept apart by the number of binary digits of the prompt's
+    length: those of prompts of 1,024 to 2,047 columns are together.
+
+    drafted_s  for each class of lengths the seconds that a token of one sequence takes with the draft, from the last call
+               that drafted, of any batch; a class next to it will do, for a prompt given alone is rarely as long as a batch
+    plain_s    for each size of a batch and class of lengths the seconds of its plain steps, each of which gives every
+               sequence a token, by call
+    """
+
+    drafted_s: dict[int, float] = field(default_factory=dict)
+    plain_s: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    warned: bool = False
+
+    def drafted(self, length: int, seconds: float, tokens: int) -> None:
+        """A call with a draft, on prompts of `length` columns, took `seconds` for `tokens`, over all its sequences."""
+        if tokens >= STEPS:
+            self.drafted_s[length.bit_length()] = seconds / tokens
+
+    def plain(self, batch: int, length: int, meter: Meter) -> None:
+        """A plain call of `batch` sequences, on prompts of `length` columns, has ended."""
+        steps, key = meter.new_tokens - 1, (batch, length.bit_length())
+        if steps >= STEPS and meter.first is not None and meter.last is not None:
+            self.plain_s[key] = [*self.plain_s.get(key, []), (meter.last - meter.first) / steps][-TIMED:]
+
+    def why_not(self, batch: int, length: int) -> str | None:
+        """Why a draft would not be faster in a batch of this size, on prompts of `length` columns; None: it is."""
+        size = length.bit_length()
+        timed = self.plain_s.get((batch, size), [])
+        own = next(
+            (self.drafted_s[near] for near in (size, size + 1, size - 1) if near in self.drafted_s), None
+        )
+        if own is None:
+            return f"a drafted token is timed on a prompt of about {length} tokens given alone, and none was given"
+        if len(timed) < TIMED:
+            alike = f"{1 << size >> 1} to {(1 << size) - 1} tokens"
+            return f"plain steps of {batch} sequences, of {alike} each, must first be timed in {TIMED} calls"
+        turns, step = own * batch, min(timed)
+        if turns * MARGIN <= step:
+            return None
+        return f"a token for each takes {turns * 1e3:.3g} ms with a draft in turns, {step * 1e3:.3g} ms in plain steps"
 
 
 class Clock:

@@ -28,7 +28,6 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.generate import Deadline
 from mmaccel.core.layout import TokenLayout
 from mmaccel.models.attention import ATTENTION, Columns, KVCache, PackedPass, check_forward, packed_in
-from mmaccel.models.batches import DraftTimes
 from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
@@ -47,16 +46,21 @@ class Attachment(Attaching):
     """
 
     def __init__(
-        self, model: nn.Module, family: FamilyFacts, owner: Accelerated, generate: Callable[..., Any]
+        self,
+        model: nn.Module,
+        family: FamilyFacts,
+        owner: Accelerated,
+        generate: Callable[..., Any],
+        draft_times: Any,
     ) -> None:
-        """`generate` is given this and the arguments of the model's own."""
+        """`generate` is given this and the arguments of the model's own; `draft_times` are its `DraftTimes`."""
         self.multimodal, self.text = family.multimodal(model), family.text(model)
         super().__init__(model, gate_of(self.text))
         self.family, self.owner, self._generate = family, owner, generate
         self.depth = owner.view.geometry.layers
         self.sequences: WeakKeyDictionary[Cache, Columns] = WeakKeyDictionary()
         self.running = threading.local()
-        self.draft_times = DraftTimes()
+        self.draft_times = draft_times
         self.opened: Any = torch.compiler.disable(owner.opened)
         self.pruning: Pruning | None = None
         self.attach(self._lay)
@@ -65,7 +69,8 @@ class Attachment(Attaching):
         model, family, recipe, hooks = self.model, self.family, self.owner.recipe, self.hooks
         # First what keeps calls waiting, then, once the others have ended, all that these would meet. The plain methods are
         # noted before the wrappers are there, so that another thread finds them.
-        self.generate, self.multimodal_forward = model.generate, self.multimodal.forward
+        self.generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
+        self.multimodal_forward = self.multimodal.forward
         hooks.wrap(model, "generate", self._call, functools.partial(self._generate, self))
         hooks.wrap(self.multimodal, "forward", self._call, self._multimodal_forward)
         self.refuse_copies(model, self.multimodal, self.text)

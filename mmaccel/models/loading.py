@@ -20,14 +20,14 @@ from mmaccel.models.pipeline_parallel import spread_layers
 
 
 def resolve(name: str | Path) -> str:
-    """A folder's path for a shipped model's name; folders and hub names as they are."""
-    return str(shipped.path(str(name))) if str(name) in shipped.NAMES else str(name)
+    """The path of a folder or of a shipped model, or a name that may be on the hub, where each has an owner and a slash.
 
-
-def known_model(name: str | Path) -> str:
-    """A model's name that may be one: shipped, a folder, or on the hub, where every name has an owner and a slash."""
+    Raises `ModelError` for a name that is none of these.
+    """
     text = str(name)
-    if text in shipped.NAMES or Path(text).exists():
+    if text in shipped.NAMES:
+        return str(shipped.path(text))
+    if Path(text).exists():
         return text
     if text.startswith(("/", ".", "~")) or text.count("/") > 1:
         raise ModelError(
@@ -35,8 +35,8 @@ def known_model(name: str | Path) -> str:
         )
     if "/" in text:
         return text
-    told = UnknownName("model", text, shipped.NAMES)
-    raise ModelError(f"{told} A folder will do too, or a hub name with its owner (owner/name).")
+    unknown = UnknownName("model", text, shipped.NAMES)
+    raise ModelError(f"{unknown} A folder will do too, or a hub name with its owner (owner/name).")
 
 
 def there(device: torch.device | str, field: str = "device") -> torch.device:
@@ -68,15 +68,14 @@ def load_model(
     from transformers import AutoModelForImageTextToText
 
     if isinstance(devices, str):
-        raise ModelError(
-            f"devices: {shown(devices)} is a single device; give a list, or device={shown(devices)}."
-        )
+        one = shown(devices)
+        raise ModelError(f"devices: {one} is a single device; give a list, or device={one}.")
     first = there(device)
     places = None if devices is None else [there(one, "devices") for one in devices]
     named = isinstance(dtype, str) and dtype != "auto"
     if named and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise UnknownName("dtype", str(dtype), ("auto", "bfloat16", "float16", "float32"))
-    source = resolve(known_model(name))
+    source = resolve(name)
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
@@ -116,7 +115,7 @@ def outline(name: str | Path) -> ModelView:
 
     Raises `ModelError` where there is no such model, or one of a family that is not supported.
     """
-    source = resolve(known_model(name))
+    source = resolve(name)
     family = family_of(_type(source))
     return ModelView(ConfigOnlyModel(_config(source)), family, adapter_for)
 
@@ -126,7 +125,7 @@ def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
     it is a model of a supported family, or no language model. Raises as `load_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    source = resolve(known_model(name))
+    source = resolve(name)
     if any(_type(source) in getattr(family, "model_types", ()) for family in registry("model").values()):
         return None
     config = _config(source)
@@ -168,4 +167,4 @@ def load_processor(name: str | Path, *, special_tokens: bool = True) -> Any:
     """
     from mmaccel.models.processor import Processor
 
-    return Processor.from_pretrained(resolve(known_model(name)), special_tokens=special_tokens)
+    return Processor.from_pretrained(resolve(name), special_tokens=special_tokens)

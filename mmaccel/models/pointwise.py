@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,8 @@ ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
 
 
-class KnownClasses(Protocol):
-    """Names of classes that our kernels compute; see `FamilyFacts`."""
-
-    rms_norms: ClassVar[frozenset[str]]
-    gated_mlps: ClassVar[frozenset[str]]
-
-
-def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: KnownClasses) -> None:
-    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows."""
+def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
+    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows; `family` is their `FamilyFacts`."""
     for module in modules:
         if is_gated(module, family):
             hooks.wrap(module, "forward", gated, module)
@@ -64,12 +57,11 @@ def rotate_by(
 
 
 def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    batch, rows = hidden.shape[0], ROWS // max(1, hidden.shape[0])
-    n = hidden.shape[1]
+    batch, n = hidden.shape[:2]
     # Where gradients are wanted, all that the pieces hold is kept anyway.
     if args or kwargs or batch * n <= ROWS or _wants_gradients(hidden):
         return whole(hidden, *args, **kwargs)
-    out: Tensor | None = None
+    rows, out = ROWS // batch, None
     for begin in range(0, n, rows):
         piece = whole(hidden[:, begin : begin + rows])
         if out is None:
@@ -78,22 +70,20 @@ def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: An
     return out
 
 
-def is_norm(module: nn.Module, family: KnownClasses) -> bool:
+def is_norm(module: nn.Module, family: Any) -> bool:
     """Whether `module` is a norm by the root mean square, with a weight and no more."""
     return type(module).__name__ in family.rms_norms
 
 
-def is_gated(module: nn.Module, family: KnownClasses) -> bool:
+def is_gated(module: nn.Module, family: Any) -> bool:
     """Whether `module` is a feed-forward block of three products, gated by a SiLU."""
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     return silu and type(module).__name__ in family.gated_mlps
 
 
-def normed(module: Any, hidden: Tensor, family: KnownClasses) -> Tensor:
+def normed(module: Any, hidden: Tensor, family: Any) -> Tensor:
     """What the norm `module` makes of `hidden`, by one kernel where there is one; for code that nobody compiles."""
-    if not (is_norm(module, family) and module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)):
-        return module(hidden)  # type: ignore[no-any-return]
-    return pointwise.rms_norm(hidden, module.weight, module.variance_epsilon)
+    return normed_or(module, module, hidden) if is_norm(module, family) else module(hidden)  # type: ignore[no-any-return]
 
 
 def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:

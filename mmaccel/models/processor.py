@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mmaccel.core import outside
 from mmaccel.core.errors import ModelError, check_text, warn
@@ -310,31 +311,23 @@ class Processor:
             if asked != sum(int((row == number).sum()) for row in rows):
                 raise ModelError(f"the tokenizer splits {token!r}: add it as a special token.")
         left = {number: iter(values) for number, values in counts.items()}
-        repeats = [[next(left[number]) if number in left else 1 for number in row.tolist()] for row in rows]
-        return [
-            torch.repeat_interleave(row, torch.tensor(times))
-            for row, times in zip(rows, repeats, strict=True)
-        ]
+        times = [[next(left[number]) if number in left else 1 for number in row.tolist()] for row in rows]
+        return [row.repeat_interleave(torch.tensor(each)) for row, each in zip(rows, times, strict=True)]
 
     def _pad(self, rows: list[Tensor], side: str) -> dict[str, Tensor]:
         if side not in ("left", "right"):
             raise ModelError(f"padding_side={side!r} must be 'left' or 'right'.")
-        length = max(len(row) for row in rows)
         pad = self.tokenizer.pad_token_id
-        if pad is None and any(len(row) < length for row in rows):
+        if pad is None and len({len(row) for row in rows}) > 1:
             raise ModelError(
                 "the tokenizer has no pad token, so texts of unequal length make no batch: set pad_token."
             )
-        ids = torch.full((len(rows), length), pad or 0, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for place, row in enumerate(rows):
-            span = slice(length - len(row), None) if side == "left" else slice(0, len(row))
-            ids[place, span], mask[place, span] = row, 1
+        ids = pad_sequence(rows, True, pad or 0, side)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side)
         result = {"input_ids": ids, "attention_mask": mask}
         if self.style.type_ids:
-            result["mm_token_type_ids"] = (ids == self.image_token_id).long() + 2 * (
-                ids == self.video_token_id
-            ).long()
+            image, video = ids == self.image_token_id, ids == self.video_token_id
+            result["mm_token_type_ids"] = image.long() + 2 * video.long()
         return result
 
 

@@ -184,18 +184,17 @@ class HFStreamAdapter(StreamAdapter):
     # Positions.
 
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
-        inputs, *first = self._positions(size, fps, 1)
-        (head, unit, text), second, third = first, *(self._positions(size, fps, n)[1:] for n in (2, 3))
-        slope = second[2] - text
+        inputs, head, unit, text = self._positions(size, fps, 1)
+        second, (_, _, three, third) = self._positions(size, fps, 2)[3], self._positions(size, fps, 3)
+        slope = second - text
         limit = positions_of(self.text.config) or 1 << 15
 
         def steps(units: int) -> Tensor:
             return self.family.steps(self.model, inputs, units)
 
         made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
-        three = third[1]
         same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)
-        if third[2] - second[2] != slope or not same:
+        if third - second != slope or not same:
             raise ModelError(
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
                 "frame; a stream cannot follow them."

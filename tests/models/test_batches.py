@@ -10,7 +10,7 @@ import transformers
 import mmaccel
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
 from mmaccel.models import decode, step
-from mmaccel.models.batches import split_batch
+from mmaccel.models.drafting import split_batch
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test

@@ -8,7 +8,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.report import Meter
-from mmaccel.models.batches import DraftTimes
+from mmaccel.models.generate import DraftTimes
 from mmaccel.policies.draft import PromptLookup, Sequential
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 

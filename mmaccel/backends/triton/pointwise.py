@@ -44,20 +44,9 @@ def silu_times_kernel(GATE, UP, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "x_b", "angle_b"])
 def rotate_kernel(
-    X,
-    COS,
-    SIN,
-    n,
-    x_b,
-    x_h,
-    x_s,
-    angle_b,
-    angle_s,
-    H: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    X, COS, SIN, n, x_b, x_h, x_s, angle_b, angle_s,
+    H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One token of one sequence: its H heads, of which each has two halves."""
     b, s = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     d, h = tl.arange(0, BLOCK), tl.arange(0, HEADS)
@@ -128,19 +117,10 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     if x.numel():
         with torch.cuda.device_of(x):
             rotate_kernel[(n, B)](
-                x,
-                cos,
-                sin,
-                n,
-                *lines(x),
-                cos.stride(0) if cos.shape[0] > 1 else 0,
-                cos.stride(1),
-                H=H,
-                HALF=D // 2,
-                HEADS=triton.next_power_of_2(H),
-                BLOCK=triton.next_power_of_2(D // 2),
+                x, cos, sin, n, *lines(x), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+                H=H, HALF=D // 2, HEADS=triton.next_power_of_2(H), BLOCK=triton.next_power_of_2(D // 2),
                 num_warps=4 if H * D > 2048 else 1,
-            )
+            )  # fmt: skip
 
 
 def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -38,34 +38,12 @@ def _pieces(columns, b, n, SPLITS, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "biased"])
 def piece_kernel(
-    query,
-    key,
-    value,
-    columns,
-    sees,
-    bias,
-    part,
-    lse,
-    scale,
-    n,
-    biased,
-    query_lines,
-    key_lines,
+    query, key, value, columns, sees, bias, part, lse, scale, n, biased, query_lines, key_lines,
     value_lines,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    LEAST: tl.constexpr,
-    TREE: tl.constexpr,
-    BIAS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr, TREE: tl.constexpr,
+    BIAS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Rows of all heads of a key/value head, over one piece of the columns; row r is head r % GROUP of new row r // GROUP.
     Under BIAS the first `biased` columns have one. `lines` are strides, as `launch_args.lines` gives them.
 
@@ -128,20 +106,10 @@ def piece_kernel(
 
 @triton.jit
 def merge_kernel(
-    part,
-    lse,
-    columns,
-    out,
-    n,
-    out_lines,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    LEAST: tl.constexpr,
-):
+    part, lse, columns, out, n, out_lines,
+    HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     """BLOCK_D elements of one row of one head: its partial answers, each by its share of the sum."""
     row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
@@ -192,49 +160,16 @@ def decode_attend(
     columns = columns.contiguous()
     with torch.cuda.device_of(query):
         piece_kernel[(splits, B * G, tiles)](
-            query,
-            key,
-            value,
-            columns,
-            columns if sees is None else sees.contiguous(),
-            lse if bias is None else bias.contiguous(),
-            part,
-            lse,
-            scale,
-            n,
-            0 if bias is None else len(bias),
-            lines(query),
-            lines(key),
-            lines(value),
-            GROUPS=G,
-            GROUP=group,
-            D=D,
-            SPLITS=splits,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-            LEAST=LEAST,
-            TREE=sees is not None,
-            BIAS=bias is not None,
-            WINDOW=WINDOW,
-            PRECISION="ieee",
-            STAGES=stages,
-            num_warps=4,
-        )
+            query, key, value, columns, columns if sees is None else sees.contiguous(),
+            lse if bias is None else bias.contiguous(), part, lse, scale, n,
+            0 if bias is None else len(bias), lines(query), lines(key), lines(value),
+            GROUPS=G, GROUP=group, D=D, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+            LEAST=LEAST, TREE=sees is not None, BIAS=bias is not None, WINDOW=WINDOW, PRECISION="ieee",
+            STAGES=stages, num_warps=4,
+        )  # fmt: skip
         merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
-            part,
-            lse,
-            columns,
-            out,
-            n,
-            out.stride()[:3],
-            HEADS=H,
-            D=D,
-            SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
-            BLOCK_N=block_n,
-            BLOCK_D=MERGED,
-            LEAST=LEAST,
-            num_warps=4,
-        )
+            part, lse, columns, out, n, out.stride()[:3],
+            HEADS=H, D=D, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_N=block_n,
+            BLOCK_D=MERGED, LEAST=LEAST, num_warps=4,
+        )  # fmt: skip
     return out

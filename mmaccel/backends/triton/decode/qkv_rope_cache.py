@@ -28,37 +28,12 @@ from mmaccel.backends.triton.launch_args import lines
 
 @triton.jit(do_not_specialize=["rows", "n", "eps"])
 def enter_kernel(
-    x,
-    weight_q,
-    weight_k,
-    weight_v,
-    bias_q,
-    bias_k,
-    bias_v,
-    squares,
-    turn,
-    columns,
-    query,
-    key,
-    value,
-    rows,
-    n,
-    eps,
-    key_lines,
-    value_lines,
-    K: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    BIAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, weight_q, weight_k, weight_v, bias_q, bias_k, bias_v, squares, turn, columns, query, key, value,
+    rows, n, eps, key_lines, value_lines,
+    K: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """BLOCK_O outputs of one head, half of them in its first half and half in its second, where what they are turned with
     stands; see `ops.decode.enter_rows`."""
     HALF: tl.constexpr = D // 2
@@ -114,23 +89,9 @@ def enter_kernel(
 
 @triton.jit(do_not_specialize=["n", "count"])
 def turn_kernel(
-    rows,
-    cos,
-    sin,
-    places,
-    columns,
-    query,
-    key,
-    value,
-    n,
-    count,
-    key_lines,
-    value_lines,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    rows, cos, sin, places, columns, query, key, value, n, count, key_lines, value_lines,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One head of one new row: a query or a key is turned, and keys and values go to their column of the cache."""
     head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = b.to(tl.int64)
@@ -186,34 +147,11 @@ def enter_rows(
         if gain is not None:
             x = normed(x, gain, eps)
         enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
-            x,
-            *weight,
-            *(bias or weight),
-            x if squares is None else squares,
-            turn,
-            columns,
-            query,
-            key,
-            value,
-            rows,
-            n,
-            eps,
-            lines(key),
-            lines(value),
-            K=K,
-            HEADS=heads,
-            GROUPS=G,
-            D=D,
-            BIAS=bool(bias),
-            PARTS=parts,
-            CHUNK=chunk,
-            BLOCK_O=block_o,
-            BLOCK_K=block_k,
-            BLOCK_R=block_r,
-            PRECISION="ieee",
-            STAGES=stages,
-            num_warps=warps,
-        )
+            x, *weight, *(bias or weight), x if squares is None else squares, turn, columns, query, key,
+            value, rows, n, eps, lines(key), lines(value),
+            K=K, HEADS=heads, GROUPS=G, D=D, BIAS=bool(bias), PARTS=parts, CHUNK=chunk, BLOCK_O=block_o,
+            BLOCK_K=block_k, BLOCK_R=block_r, PRECISION="ieee", STAGES=stages, num_warps=warps,
+        )  # fmt: skip
     return query.transpose(1, 2)
 
 
@@ -226,22 +164,8 @@ def turn_rows(
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
     with torch.cuda.device_of(rows):
         turn_kernel[(heads + 2 * G, n, B)](
-            rows.contiguous(),
-            cos.contiguous(),
-            sin.contiguous(),
-            places.contiguous(),
-            columns.contiguous(),
-            query,
-            key,
-            value,
-            n,
-            cos.shape[1],
-            lines(key),
-            lines(value),
-            HEADS=heads,
-            GROUPS=G,
-            D=D,
-            BLOCK_D=triton.next_power_of_2(D),
-            num_warps=1,
-        )
+            rows.contiguous(), cos.contiguous(), sin.contiguous(), places.contiguous(),
+            columns.contiguous(), query, key, value, n, cos.shape[1], lines(key), lines(value),
+            HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D), num_warps=1,
+        )  # fmt: skip
     return query.transpose(1, 2)

@@ -35,20 +35,10 @@ FEW = 16
 
 @triton.jit
 def sums_of(
-    x,
-    weight,
-    other_weight,
-    line,
-    r,
-    mine,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, weight, other_weight, line, r, mine,
+    K: tl.constexpr, GATED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_O, BLOCK_R] twice: the products of rows `r` with the lines of one weight that begin at `line`; GATED: and with
     those of the other. What is loaded before this is on its way meanwhile."""
     k = tl.arange(0, BLOCK_K)
@@ -95,40 +85,14 @@ def over_mean(first, squares, r, mine, eps, K: tl.constexpr, PARTS: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def project_kernel(
-    x,
-    weight_0,
-    weight_1,
-    weight_2,
-    bias_0,
-    bias_1,
-    bias_2,
-    residual,
-    squares,
-    gain,
-    out,
-    gained,
-    squares_out,
-    rows,
-    eps,
-    K: tl.constexpr,
-    WIDTH_0: tl.constexpr,
-    WIDTH_1: tl.constexpr,
-    WIDTH_2: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, weight_0, weight_1, weight_2, bias_0, bias_1, bias_2, residual, squares, gain, out, gained,
+    squares_out, rows, eps,
+    K: tl.constexpr, WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    AHEAD: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.decode`.
 
     EVEN: blocks divide the outputs. PARTS: of how many the sums of squares of `x` are made, 0 where it is not to be normed.
@@ -294,37 +258,12 @@ def _project(
         if gain is not None:
             x = normed(x, gain, eps)
         project_kernel[(grid,)](
-            x,
-            *weight,
-            *missing,
-            *(bias or weight),
-            *missing,
-            x if residual is None else residual,
-            x if squares is None else squares,
-            x if ahead is None else ahead,
-            out,
-            gained,
-            sums,
-            rows,
-            eps,
-            K=K,
-            WIDTH_0=widths[0],
-            WIDTH_1=widths[1] if len(weight) > 1 else 0,
-            WIDTH_2=widths[2] if len(weight) > 2 else 0,
-            WIDTH=width,
-            BIAS=bool(bias),
-            GATED=gated,
-            RESIDUAL=residual is not None,
-            AHEAD=ahead is not None,
-            PARTS=parts,
-            CHUNK=chunk,
-            BLOCKS=grid,
-            EVEN=even,
-            BLOCK_O=block_o,
-            BLOCK_K=block_k,
-            BLOCK_R=block_r,
-            PRECISION="ieee",
-            STAGES=stages,
+            x, *weight, *missing, *(bias or weight), *missing, x if residual is None else residual,
+            x if squares is None else squares, x if ahead is None else ahead, out, gained, sums, rows, eps,
+            K=K, WIDTH_0=widths[0], WIDTH_1=widths[1] if len(weight) > 1 else 0,
+            WIDTH_2=widths[2] if len(weight) > 2 else 0, WIDTH=width, BIAS=bool(bias), GATED=gated,
+            RESIDUAL=residual is not None, AHEAD=ahead is not None, PARTS=parts, CHUNK=chunk, BLOCKS=grid,
+            EVEN=even, BLOCK_O=block_o, BLOCK_K=block_k, BLOCK_R=block_r, PRECISION="ieee", STAGES=stages,
             num_warps=warps,
-        )
+        )  # fmt: skip
     return out, gained, sums

@@ -174,53 +174,23 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         loaded = (key, value) if more is None else (*more[0], *more[1], key, value)
         config = config_for(tall * pack, size, value_size, block_k, query.dtype, shared)
         attend_kernel[(items, tiles)](
-            *(query, key, value, lse if short is None else short),
-            *given,
-            tuple(s.k_row for s in spans),
-            tuple(s.q_pos for s in spans),
-            tuple(s.k_pos for s in spans),
-            tuple(s.lists.row for s in spans),
-            tuple(s.lists.entries for s in spans),
-            tuple(s.lists.kind for s in spans),
-            tuple(s.lo for s in spans),
-            encode_ints(min(s.hi, torch.iinfo(positions).max) for s in spans),
-            plain,
-            strides,
-            more,
-            *(stride for t in (query, key, value) for stride in (*lines(t), t.stride(3))),
-            *ends,
-            M,
-            scale,
-            D=D,
-            BLOCK_K=block_k,
-            BLOCK_D=size,
-            SPLIT=split,
-            GATED=short is not None,
+            query, key, value, lse if short is None else short, *given, tuple(s.k_row for s in spans),
+            tuple(s.q_pos for s in spans), tuple(s.k_pos for s in spans), tuple(s.lists.row for s in spans),
+            tuple(s.lists.entries for s in spans), tuple(s.lists.kind for s in spans),
+            tuple(s.lo for s in spans), encode_ints(min(s.hi, torch.iinfo(positions).max) for s in spans),
+            plain, strides, more,
+            *(stride for t in (query, key, value) for stride in (*lines(t), t.stride(3))), *ends, M, scale,
+            D=D, BLOCK_K=block_k, BLOCK_D=size, SPLIT=split, GATED=short is not None,
             EXTRA=int(extra) * (2 if all(map(_aligned, loaded)) else 1),
             WIDE=max(map(_reach, loaded)) >= 2**31,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            **layout,
-            **sizes,
-            BLOCK_N=min(config.keys, block_k),
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **layout, **sizes,
+            BLOCK_N=min(config.keys, block_k), num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
     if work is not None:
         merge_kernel[(list_rows, tiles)](
-            part_out,
-            part_lse,
-            work.pieces,
-            work.slot,
-            out,
-            lse,
-            q_row,
-            *lead(q_row),
-            *ends,
-            M,
-            **layout,
-            **sizes,
-            num_warps=8 if tall * pack > 64 else 4,
-        )
+            part_out, part_lse, work.pieces, work.slot, out, lse, q_row, *lead(q_row), *ends, M,
+            **layout, **sizes, num_warps=8 if tall * pack > 64 else 4,
+        )  # fmt: skip
     return out, lse
 
 

@@ -43,20 +43,9 @@ def load_queries(query, b, h, strides, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.
 
 @triton.jit
 def tile_scores(
-    q,
-    key,
-    row,
-    place,
-    there,
-    b,
-    g,
-    strides,
-    n,
-    D,
-    GATHERED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, key, row, place, there, b, g, strides, n, D,
+    GATHERED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_L, BLOCK_N]: products of the queries q and the keys at the places `place`, of which `there` are there."""
     d = tl.arange(0, BLOCK_D)
     source = place.to(tl.int64)
@@ -85,26 +74,10 @@ def load_totals(total, b, h, H, L, BLOCK_L: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "piece"])
 def totals_kernel(
-    query,
-    key,
-    row,
-    at,
-    out,
-    query_strides,
-    key_strides,
-    n,
-    piece,
-    H,
-    L,
-    scale,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    GATHERED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    query, key, row, at, out, query_strides, key_strides, n, piece, H, L, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, GATHERED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """out [splits, B, H, L]: the log-sum-exps, to the base 2, over pieces of the keys; -inf of nothing."""
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     r = tl.arange(0, BLOCK_L)
@@ -156,28 +129,10 @@ def merge_kernel(part, out, rows, splits, BLOCK: tl.constexpr, SPLITS: tl.conste
 
 @triton.jit(do_not_specialize=["n"])
 def lines_kernel(
-    query,
-    key,
-    row,
-    at,
-    total,
-    columns,
-    diagonals,
-    query_strides,
-    key_strides,
-    n,
-    H,
-    L,
-    scale,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    D: tl.constexpr,
-    GATHERED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    query, key, row, at, total, columns, diagonals, query_strides, key_strides, n, H, L, scale,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr, GATHERED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The sums of BLOCK_N columns and of as many diagonals, the means over MEMBERS heads; both [B, H / MEMBERS, n].
 
     Queries whose places lie in one run of BLOCK_N meet these diagonals in twice as many keys; there is one round for each

@@ -47,34 +47,12 @@ def load_told(query, total, b, h, strides, H, L, D, BLOCK_L: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["n", "C", "H", "L"])
 def classes_kernel(
-    query,
-    key,
-    row,
-    at,
-    total,
-    order,
-    start,
-    given,
-    spread,
-    lines,
-    query_strides,
-    key_strides,
-    n,
-    C,
-    H,
-    L,
+    query, key, row, at, total, order, start, given, spread, lines, query_strides, key_strides, n, C, H, L,
     scale,
-    SCORE: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    D: tl.constexpr,
-    GATHERED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SCORE: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr,
+    GATHERED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """One class of one head, or of the mean of MEMBERS: given [B, h, L, C], what each query gives to the keys before it.
 
     lines [B, h, 3, C]: of what the columns count for the sum and the largest, and their number; spread [B, h, L, C], with
@@ -163,21 +141,9 @@ def classes_kernel(
 
 @triton.jit(do_not_specialize=["heads", "room", "C"])
 def phases_kernel(
-    given,
-    lines,
-    own,
-    members,
-    stride,
-    line,
-    shift,
-    heads,
-    room,
-    C,
-    L,
-    SCORE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    given, lines, own, members, stride, line, shift, heads, room, C, L,
+    SCORE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """line and shift [B, h]: the class of the heaviest columns, and the phase of the heaviest slashes."""
     head = tl.program_id(0)
     b = head // heads
@@ -261,18 +227,9 @@ def class_phases(
 
 @triton.jit(do_not_specialize=["kinds", "heads", "width", "low"])
 def strides_kernel(
-    value,
-    at,
-    out,
-    kinds,
-    heads,
-    H,
-    width,
-    low,
-    SCORE: tl.constexpr,
-    PHASES: tl.constexpr,
-    MEMBERS: tl.constexpr,
-):
+    value, at, out, kinds, heads, H, width, low,
+    SCORE: tl.constexpr, PHASES: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
     """out [heads, strides]: the heaviest class of one stride, summed over the kinds of line; value [kinds, heads, width]."""
     head, stride = tl.program_id(1), low + tl.program_id(0)
     last = tl.load(at + head // H).to(tl.int32)
@@ -328,36 +285,10 @@ def _not_after(place, low, high, bound, steps):
 
 @triton.jit(do_not_specialize=["P", "N", "V", "E", "C", "H", "room", "steps"])
 def turned_kernel(
-    q_row,
-    q_at,
-    q_class,
-    q_begin,
-    k_row,
-    k_place,
-    k_begin,
-    stride,
-    line,
-    shift,
-    dense,
-    out_row,
-    slash_at,
-    line_at,
-    line_row,
-    line_place,
-    dense_row,
-    dense_at,
-    P,
-    N,
-    V,
-    E,
-    C,
-    H,
-    room,
-    steps,
-    VERTICAL: tl.constexpr,
-    HORIZONTAL: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q_row, q_at, q_class, q_begin, k_row, k_place, k_begin, stride, line, shift, dense, out_row, slash_at,
+    line_at, line_row, line_place, dense_row, dense_at, P, N, V, E, C, H, room, steps,
+    VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Rows, places and turned rows of one head; see `index.turned_classes`. No class has 2 ** `steps` keys."""
     head = tl.program_id(1).to(tl.int64)
     b = head // H

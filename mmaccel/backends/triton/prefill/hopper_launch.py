@@ -58,17 +58,9 @@ HALF = 29
 
 @triton.jit(do_not_specialize=["home", "blocks", "heads", "keys"])
 def home_kernel(
-    row,
-    row_b,
-    row_h,
-    home,
-    blocks,
-    heads,
-    keys,
-    SHARED: tl.constexpr,
-    BOX: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    row, row_b, row_h, home, blocks, heads, keys,
+    SHARED: tl.constexpr, BOX: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """For BLOCKS blocks the row at which they begin, or -1 for those that are no BOX rows side by side of the `keys` there
     are."""
     b, x = tl.program_id(2), tl.program_id(1)
@@ -91,19 +83,9 @@ def home_kernel(
 
 @triton.jit(do_not_specialize=["keys"])
 def place_kernel(
-    row,
-    row_b,
-    row_h,
-    place,
-    place_b,
-    place_h,
-    out,
-    out_b,
-    out_h,
-    keys,
-    FAR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    row, row_b, row_h, place, place_b, place_h, out, out_b, out_h, keys,
+    FAR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The places of keys, those of absent ones beyond every range."""
     at, x, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64), tl.program_id(2)
     mask = at < keys
@@ -114,29 +96,10 @@ def place_kernel(
 
 @triton.jit(do_not_specialize=["home", "upto", "capacity", "blocks", "heads"])
 def copy_kernel(
-    key,
-    value,
-    key_b,
-    key_g,
-    key_s,
-    value_b,
-    value_g,
-    value_s,
-    row,
-    row_b,
-    row_h,
-    home,
-    upto,
-    k_copies,
-    v_copies,
-    capacity,
-    blocks,
-    heads,
-    GROUP: tl.constexpr,
-    SHARED: tl.constexpr,
-    BOX: tl.constexpr,
-    D: tl.constexpr,
-):
+    key, value, key_b, key_g, key_s, value_b, value_g, value_s, row, row_b, row_h, home, upto, k_copies,
+    v_copies, capacity, blocks, heads,
+    GROUP: tl.constexpr, SHARED: tl.constexpr, BOX: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """One block: if it has no home, its rows go to its slot among the copies, and its home is -2 - slot."""
     block, x, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = (b * heads + x).to(tl.int64) * blocks + block
@@ -210,25 +173,10 @@ class Homes:
         upto = (flat == -1).cumsum(0, dtype=torch.int32) if apart else flat
         for r, t, u in zip(apart, home, upto.split(sizes) if apart else (), strict=True):
             copy_kernel[(t.shape[2], t.shape[1], B)](
-                key,
-                value,
-                *lines(key),
-                *lines(value),
-                r,
-                *lead(r),
-                t,
-                u,
-                keys,
-                values,
-                capacity,
-                t.shape[2],
-                t.shape[1],
-                GROUP=heads // G,
-                SHARED=r.shape[1] == 1,
-                BOX=BOX,
-                D=D,
-                num_warps=8,
-            )
+                key, value, *lines(key), *lines(value), r, *lead(r), t, u, keys, values, capacity,
+                t.shape[2], t.shape[1],
+                GROUP=heads // G, SHARED=r.shape[1] == 1, BOX=BOX, D=D, num_warps=8,
+            )  # fmt: skip
         short = (upto[-1] - capacity).clamp(min=0) if capacity < len(flat) else None
         found = iter(home)
         every = [
@@ -362,33 +310,12 @@ def launch(
         kernel, of_tiles, programs = hopper_joint.joint_kernel, [], grid
         how = dict(GROUPS=joint, STAGES=PLACES[joint], LAG=LAG)
     kernel[programs](
-        *own,
-        *apart,
-        numbered([x.data_ptr() if isinstance(x, Tensor) else x for x in table], query.device),
-        lse if homes.short is None else homes.short,
-        query,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        *tables,
-        q_row,
-        q_row_b,
-        q_row_h,
-        *of_tiles,
-        *lines(query),
-        seen.batch,
-        seen.group,
-        seen.column,
-        *sizes,
-        len(spans),
+        *own, *apart, numbered([x.data_ptr() if isinstance(x, Tensor) else x for x in table], query.device),
+        lse if homes.short is None else homes.short, query, out, lse, part_out, part_lse, *tables, q_row,
+        q_row_b, q_row_h, *of_tiles, *lines(query), seen.batch, seen.group, seen.column, *sizes, len(spans),
         scale,
-        D=D,
-        GATED=homes.short is not None,
-        **how,
-        **shape,
-        num_warps=4,
-    )
+        D=D, GATED=homes.short is not None, **how, **shape, num_warps=4,
+    )  # fmt: skip
 
 
 def fields(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
@@ -484,13 +411,7 @@ def joint_attend(
     )
     if work is not None:
         merge_kernel[(list_rows, joint)](
-            *(part_out, part_lse, work.pieces, work.slot, *out, *rows_of, *ends, tiles),
-            BLOCK_Q=wide,
-            ROWS=BOX,
-            PACK=1,
-            DV=D,
-            BLOCK_DV=D,
-            **layout,
-            num_warps=4,
-        )
+            part_out, part_lse, work.pieces, work.slot, *out, *rows_of, *ends, tiles,
+            BLOCK_Q=wide, ROWS=BOX, PACK=1, DV=D, BLOCK_DV=D, **layout, num_warps=4,
+        )  # fmt: skip
     return homes.short

@@ -120,21 +120,9 @@ def tally_kernel(columns, diagonals, last, counts, tally, n, vertical, slash, pi
 
 @triton.jit(do_not_specialize=["n", "vertical", "slash", "piece", "H"])
 def chosen_kernel(
-    columns,
-    diagonals,
-    last,
-    counts,
-    tally,
-    out_columns,
-    out_diagonals,
-    n,
-    vertical,
-    slash,
-    piece,
-    H,
-    TILE: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    columns, diagonals, last, counts, tally, out_columns, out_diagonals, n, vertical, slash, piece, H,
+    TILE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     """out_columns [heads, vertical], out_diagonals [heads, slash]: the chosen lines of a piece after those of the pieces
     before it, and n past the last of all.
 
@@ -207,26 +195,10 @@ def strongest(
     ]
 )
 def mark_kernel(
-    row,
-    columns,
-    diagonals,
-    owned,
-    kept,
-    k_row,
-    k_place,
-    N,
-    H,
-    K,
-    S,
-    P,
-    width,
-    row_b,
-    column_b,
-    column_h,
-    diagonal_b,
-    diagonal_h,
+    row, columns, diagonals, owned, kept, k_row, k_place, N, H, K, S, P, width, row_b, column_b, column_h,
+    diagonal_b, diagonal_h,
     MARKED: tl.constexpr,
-):
+):  # fmt: skip
     """Marks the columns among `owned`, the diagonals among `kept`, and gathers the rows and places of the columns."""
     head = tl.program_id(1).to(tl.int64)
     b, h = head // H, head % H

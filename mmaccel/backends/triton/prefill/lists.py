@@ -52,20 +52,9 @@ def _less(x, y):
 
 @triton.jit
 def _edges(
-    row,
-    place,
-    row_b,
-    row_h,
-    place_b,
-    place_h,
-    LEAST,
-    MOST,
-    lead,
-    H,
-    blocks,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    row, place, row_b, row_h, place_b, place_h, LEAST, MOST, lead, H, blocks,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Store the least and the greatest place in TILE blocks of one head; how many tokens of each are there, and where in
     LEAST it is. Places of 32 bits are compared as such: 64 take twice the exchanges."""
     b, h = (lead // H).to(tl.int64), (lead % H).to(tl.int64)
@@ -89,33 +78,10 @@ def _edges(
     + ["leads", "Q_MOST", "K_MOST"]
 )
 def edges_kernel(
-    q_row,
-    q_place,
-    q_row_b,
-    q_row_h,
-    q_place_b,
-    q_place_h,
-    Q_LEAST,
-    Q_MOST,
-    q_blocks,
-    q_H,
-    k_row,
-    k_place,
-    k_row_b,
-    k_row_h,
-    k_place_b,
-    k_place_h,
-    K_LEAST,
-    K_MOST,
-    KIND,
-    k_blocks,
-    k_H,
-    leads,
-    BLOCK_Q: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
+    q_row, q_place, q_row_b, q_row_h, q_place_b, q_place_h, Q_LEAST, Q_MOST, q_blocks, q_H, k_row, k_place,
+    k_row_b, k_row_h, k_place_b, k_place_h, K_LEAST, K_MOST, KIND, k_blocks, k_H, leads,
+    BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
     """What a block of queries or of keys spans, and of what kind a block of keys is; `leads` are the heads of queries."""
     lead = tl.program_id(1)
     if lead < leads:
@@ -171,23 +137,9 @@ def _halved(values, bound, low, high):
     ]
 )
 def reach_kernel(
-    Q_LEAST,
-    Q_MOST,
-    q_b,
-    q_h,
-    K_LEAST,
-    K_MOST,
-    k_b,
-    k_h,
-    OUT,
-    lo,
-    hi,
-    M,
-    blocks,
-    H,
-    steps,
+    Q_LEAST, Q_MOST, q_b, q_h, K_LEAST, K_MOST, k_b, k_h, OUT, lo, hi, M, blocks, H, steps,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """The run of key blocks that each block of queries reaches. Its four bounds are searched together: each step waits for
     memory once."""
     lead = tl.program_id(1)
@@ -234,22 +186,9 @@ def present_kernel(
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "q_b", "q_h", "nk_b", "nk_h", "H"])
 def area_kernel(
-    row,
-    index,
-    q_row,
-    nk,
-    row_b,
-    row_h,
-    q_b,
-    q_h,
-    nk_b,
-    nk_h,
-    OUT,
-    H,
-    PLAIN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    row, index, q_row, nk, row_b, row_h, q_b, q_h, nk_b, nk_h, OUT, H,
+    PLAIN: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Queries of a block times the keys of the blocks that it lists, added to what its head has."""
     m, lead = tl.program_id(0), tl.program_id(1)
     b, h = (lead // H).to(tl.int64), (lead % H).to(tl.int64)
@@ -295,27 +234,16 @@ def reach(
     leads = math.prod(of_queries)
     with torch.cuda.device_of(q_row):
         edges_kernel[(max(triton.cdiv(m, tile_q), triton.cdiv(n, tile_k)), leads + math.prod(of_keys))](
-            *(q_row, q_place, *_lead(q_row, q_place), q_least, q_most, m, of_queries[1]),
-            *(k_row, k_place, *_lead(k_row, k_place), k_least, k_most, kind, n, of_keys[1]),
-            leads,
-            BLOCK_Q=block_q,
-            TILE_Q=tile_q,
-            BLOCK_K=block_k,
-            TILE_K=tile_k,
-        )
+            q_row, q_place, *_lead(q_row, q_place), q_least, q_most, m, of_queries[1], k_row, k_place,
+            *_lead(k_row, k_place), k_least, k_most, kind, n, of_keys[1], leads,
+            BLOCK_Q=block_q, TILE_Q=tile_q, BLOCK_K=block_k, TILE_K=tile_k,
+        )  # fmt: skip
         settle_kernel[(math.prod(of_keys),)](k_least, k_most, n, STEP=STEP)
         reach_kernel[(triton.cdiv(m, SEARCHED), b * h)](
-            *(q_least, q_most, *_step(of_queries)),
-            *(k_least, k_most, *_step(of_keys)),
-            row,
-            lo,
-            hi,
-            m,
-            n,
-            h,
+            q_least, q_most, *_step(of_queries), k_least, k_most, *_step(of_keys), row, lo, hi, m, n, h,
             n.bit_length(),
             TILE=SEARCHED,
-        )
+        )  # fmt: skip
     return row, kind
 
 
@@ -334,18 +262,9 @@ def listed_area(
             *(k_row, *_lead(k_row), nk, out, key_h, blocks, b * h), BLOCK=block_k, TILE=tile, STEP=STEP
         )
         area_kernel[(row.shape[2], b * h)](
-            row,
-            index,
-            q_row,
-            nk,
-            *_lead(row, q_row, nk),
-            out,
-            h,
-            PLAIN=not index.shape[0],
-            BLOCK=block_q,
-            STEP=STEP // 4,
-            num_warps=1,
-        )
+            row, index, q_row, nk, *_lead(row, q_row, nk), out, h,
+            PLAIN=not index.shape[0], BLOCK=block_q, STEP=STEP // 4, num_warps=1,
+        )  # fmt: skip
     return out
 
 

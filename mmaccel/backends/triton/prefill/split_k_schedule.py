@@ -46,20 +46,9 @@ def length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TI
 
 @triton.jit(do_not_specialize=["list_rows", "items", "tiles", "even", "chunk", "longest"])
 def work_kernel(
-    LENGTH,
-    ITEM,
-    PIECES,
-    SLOT,
-    TOLD,
-    list_rows,
-    items,
-    tiles,
-    even,
-    chunk,
-    longest,
-    LEAST: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    LENGTH, ITEM, PIECES, SLOT, TOLD, list_rows, items, tiles, even, chunk, longest,
+    LEAST: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Program p lists the rows that have a p-th piece, the last program those that are not split; a chunk of its own choice
     unless one is given, so that there is a program for every piece of a row of `longest` blocks."""
     mine, rest = tl.program_id(0), tl.num_programs(0) - 1
@@ -161,11 +150,9 @@ class Work:
             tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024
         )
         work_kernel[(max(programs, 1) + 1,)](
-            *(length, item, pieces, slot, limits, rows, rows + spare, tiles, even, chunk or 0, longest),
-            LEAST=LEAST_CHUNK,
-            STEP=FEW if few else MANY,
-            num_warps=8 if few else 16,
-        )
+            length, item, pieces, slot, limits, rows, rows + spare, tiles, even, chunk or 0, longest,
+            LEAST=LEAST_CHUNK, STEP=FEW if few else MANY, num_warps=8 if few else 16,
+        )  # fmt: skip
         return cls(item.view(-1, 2), pieces, slot, limits, 2 * spare)
 
 

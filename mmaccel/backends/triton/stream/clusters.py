@@ -41,17 +41,9 @@ def _beats(other, there, score, at):
 
 @triton.jit(do_not_specialize=["C"])
 def scored_kernel(
-    KEY,
-    QUERY,
-    OUT,
-    C,
-    key_r,
-    key_c,
-    D: tl.constexpr,
-    COSINE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-):
+    KEY, QUERY, OUT, C, key_r, key_c,
+    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     """BLOCK keys of a layer; every score is a sum of its own, whatever is computed beside it."""
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -97,18 +89,9 @@ def _visual(SCORE, SIZE, at, V):
 
 @triton.jit(do_not_specialize=["C", "V"])
 def ordered_kernel(
-    SCORE,
-    SIZE,
-    PARENT,
-    WITHOUT,
-    OUT,
-    BEFORE,
-    C,
-    V,
-    STAGED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OTHERS: tl.constexpr,
-):
+    SCORE, SIZE, PARENT, WITHOUT, OUT, BEFORE, C, V,
+    STAGED: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
     """BLOCK clusters of a layer."""
     row = tl.program_id(1).to(tl.int64)
     visual, row = WITHOUT + row * V, row * C
@@ -140,34 +123,11 @@ def _candidate(SCORE, SIZE, PARENT, WITHOUT, at, C, V, STAGED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["C", "N", "budget", "ahead", "key_row", "key_at", "late", "parts"])
 def selected_kernel(
-    BEFORE,
-    SIZE,
-    OWNER,
-    WITHIN,
-    FIRST,
-    FLAT,
-    KEYS,
-    QUERY,
-    UNITS,
-    SCORE,
-    KEEP,
-    OUT,
-    AHEAD,
-    C,
-    N,
-    budget,
-    ahead,
-    key_row,
-    key_at,
-    late,
-    parts,
-    D: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    COSINE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BEFORE, SIZE, OWNER, WITHIN, FIRST, FLAT, KEYS, QUERY, UNITS, SCORE, KEEP, OUT, AHEAD, C, N, budget,
+    ahead, key_row, key_at, late, parts,
+    D: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
-):
+):  # fmt: skip
     """One program a layer: the first writes OUT, the second AHEAD. SCORE and KEEP: what is known of the last cluster."""
     row = tl.program_id(0)
     if row == 0:
@@ -249,31 +209,11 @@ def _line(BEFORE, OWNER, WITHIN, entry, C, N):
 
 @triton.jit(do_not_specialize=["C", "count", "head", "tokens"])
 def stand_ins_kernel(
-    SCORE,
-    PICKED,
-    SIZE,
-    KEY,
-    VALUE,
-    TIME,
-    OUT,
-    TIMES,
-    ADDED,
-    LEFT,
-    C,
-    count,
-    head,
-    tokens,
-    row_c,
-    out_s,
-    out_g,
-    out_m,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    HIDES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SCORE, PICKED, SIZE, KEY, VALUE, TIME, OUT, TIMES, ADDED, LEFT, C, count, head, tokens, row_c, out_s,
+    out_g, out_m,
+    D: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, HIDES: tl.constexpr, BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
-):
+):  # fmt: skip
     """BLOCK clusters: the place of each, and its rows to that place."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score, size, picked = _standing(SCORE, PICKED, SIZE, at, C)
@@ -327,18 +267,9 @@ def _total(X, row_n, d, D, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def folded_kernel(
-    X,
-    COUNT,
-    OUT,
-    n,
-    row_h,
-    row_n,
-    D,
-    HEADS: tl.constexpr,
-    TOLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    X, COUNT, OUT, n, row_h, row_n, D,
+    HEADS: tl.constexpr, TOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Some columns of a group of HEADS heads."""
     group = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -353,19 +284,9 @@ def folded_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def moved_kernel(
-    X,
-    COUNT,
-    KNOWN,
-    BEFORE,
-    SEEN,
-    OUT,
-    n,
-    row_n,
-    E,
-    SHOWN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    X, COUNT, KNOWN, BEFORE, SEEN, OUT, n, row_n, E,
+    SHOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Some columns of all rows."""
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     count = tl.load(COUNT).to(tl.int32)

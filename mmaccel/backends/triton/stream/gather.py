@@ -90,22 +90,11 @@ def gather_units(
     items = n * 2 * groups * triton.cdiv(run // word, block)
     kind = WORD_TYPES[word]
     gather_kernel[(min(programs, items),)](
-        _words(out, kind),
-        slab[0].view(-1).view(kind),
-        base,
-        slot,
-        items,
-        slots,
-        side // word,
+        _words(out, kind), slab[0].view(-1).view(kind), base, slot, items, slots, side // word,
         group // word,
-        GROUPS=groups,
-        RUN=run // word,
-        EACH=each // word,
-        WORD=word,
-        PAIRS=not any(b % (2 * word) for b in aligned),
-        BLOCK=block,
-        num_warps=8,
-    )
+        GROUPS=groups, RUN=run // word, EACH=each // word, WORD=word,
+        PAIRS=not any(b % (2 * word) for b in aligned), BLOCK=block, num_warps=8,
+    )  # fmt: skip
 
 
 def _words(out: Tensor, kind: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ beats dense attention. On the CPU the order of `PREFERENCE` decides, and nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -66,7 +66,7 @@ def usable(device: torch.device | str) -> dict[str, str | None]:
 
 def choose(device: torch.device | str) -> str:
     """The name that "auto" stands for on `device` where nothing is measured."""
-    return _candidates(torch.device(device))[0]
+    return next(_candidates(torch.device(device)))
 
 
 def decide(
@@ -95,7 +95,7 @@ def decide(
     if name != "auto":
         get(name, device)
         return Choice(name, "asked for by name")
-    names = _candidates(device)
+    names = tuple(_candidates(device))
     if not (device.type == "cuda" if measure is None else measure):
         return Choice(names[0], f"the first of {', '.join(names)} on {device.type}; nothing was measured")
     if shape.dtype == torch.float64:
@@ -141,9 +141,8 @@ def serving_extra(kernel: BlockAttend, device: torch.device) -> BlockAttend:
     return next(op for name in _candidates(device) if getattr(op := get(name, device), "extra", True))
 
 
-def _candidates(device: torch.device) -> tuple[str, ...]:
-    names = PREFERENCE.get(device.type, ("reference",))
-    return tuple(n for n in names if _why_not(n, device) is None) or ("reference",)
+def _candidates(device: torch.device) -> Iterator[str]:
+    return (n for n in PREFERENCE.get(device.type, ("reference",)) if _why_not(n, device) is None)
 
 
 def _reason(costs: Costs, best: str, shape: Shape, again: bool) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmaccel.backends import architectures
 from mmaccel.backends.ops.block_attend import define
+from mmaccel.backends.ops.operator import imported
 
 
 def usable(device: torch.device) -> str | None:
@@ -28,18 +27,6 @@ def installed() -> bool:
         return False
 
 
-def _block_attend(*args: Any) -> tuple[Tensor, Tensor]:
-    from mmaccel.backends.flash.attend import block_attend
-
-    return block_attend(*args)
-
-
-def _prepare(*args: Any) -> list[Tensor]:
-    from mmaccel.backends.flash.attend import prepare
-
-    return prepare(*args)
-
-
-op = define("block_attend_flash", _block_attend)
-op.prepare = _prepare
+op = define("block_attend_flash", imported("mmaccel.backends.flash.attend", "block_attend"))
+op.prepare = imported("mmaccel.backends.flash.attend", "prepare")
 op.extra = False  # neither a bias nor keys of a span's own: see `select.serving_extra`

@@ -251,10 +251,12 @@ def block_tensors(
     """Of the tiles of `n_query` queries and `n_key` keys how many are tested [b, h, M] and which [b, h, M, N], and the
     same of those that are not, all int32; the spans one after another, or `together` over the same keys. `seen` is of
     `near_alone`."""
-    pairs = [tiled(finer(one.table(), *tiles.cut), *tiles.joined) for one in lists]
+    pairs: list[Sequence[Tensor]] = [tiled(finer(one.table(), *tiles.cut), *tiles.joined) for one in lists]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
     if together:
-        listed, full = (reduce(or_, (widened(pair[i], columns) for pair in pairs)) for i in (0, 1))
+        # Each cut, or lengthened with False, to the same columns.
+        pairs = [[pad(t, (0, columns - t.shape[-1])) for t in pair] for pair in pairs]
+        listed, full = (reduce(or_, (pair[i] for pair in pairs)) for i in (0, 1))
     else:
         listed, full = (side_by_side([pair[i] for pair in pairs])[..., :columns] for i in (0, 1))
     listed, full = listed[:, :, :rows], full[:, :, :rows]
@@ -263,11 +265,6 @@ def block_tensors(
         past = (torch.arange(columns, device=full.device) + 1) * tiles.keys
         full = full | (listed & (past <= seen[0]) & (past <= first + seen[1]))
     return *rooms(listed & ~full), *rooms(full)
-
-
-def widened(t: Tensor, columns: int) -> Tensor:
-    """t [..., n] cut or lengthened with False to `columns`."""
-    return pad(t, (0, columns - t.shape[-1]))
 
 
 def over(t: Tensor, batch: int, heads: int) -> Tensor:

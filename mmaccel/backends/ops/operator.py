@@ -50,6 +50,11 @@ def traced() -> bool:
     )
 
 
+def imported(module: str, name: str) -> Callable[..., Any]:
+    """The function `name` of a module that is imported when it is first called."""
+    return lambda *args, **named: getattr(import_module(module), name)(*args, **named)
+
+
 class Operator(Generic[P, R]):
     """A function on tensors with a Triton kernel beside its plain form, and, with a fake, an operator of torch.library.
 
@@ -88,13 +93,15 @@ class Operator(Generic[P, R]):
         return self.direct(*args, **named)
 
     def direct(self, *args: P.args, **named: P.kwargs) -> R:
-        """The result by the kernel, where it serves the arguments, or by the plain form."""
-        if self._kernel and self._serves(*args):
-            launch: Callable[P, R] = getattr(
-                import_module(f"mmaccel.backends.triton.{self._module}"), self._kernel
-            )
-            return launch(*args, **named)
-        return self.plain(*args, **named)
+        """The result by the kernel, where it serves the arguments, or else the plain form. Kernels are launched with
+        the device of the first argument as the current one: layers of a model may lie on several."""
+        if not (self._kernel and self._serves(*args)):
+            return self.plain(*args, **named)
+        launch = imported(f"mmaccel.backends.triton.{self._module}", self._kernel)
+        first: Any = args[0]
+        with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):  # type: ignore[no-untyped-call]
+            result: R = launch(*args, **named)
+        return result
 
 
 def operator(

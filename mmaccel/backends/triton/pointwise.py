@@ -92,10 +92,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     E = x.shape[-1]
     if x.numel():
-        with torch.cuda.device_of(x):
-            rms_norm_kernel[(x.numel() // E,)](
-                x, weight, out, eps, E=E, BLOCK=triton.next_power_of_2(E), num_warps=8 if E > 2048 else 4
-            )
+        rms_norm_kernel[(x.numel() // E,)](
+            x, weight, out, eps, E=E, BLOCK=triton.next_power_of_2(E), num_warps=8 if E > 2048 else 4
+        )
     return out
 
 
@@ -103,10 +102,9 @@ def silu_times_(gate: Tensor, up: Tensor) -> None:
     if not (gate.is_contiguous() and up.is_contiguous()):
         raise ValueError("silu_times_: gate and up are to be contiguous")
     if gate.numel():
-        with torch.cuda.device_of(gate):
-            silu_times_kernel[(triton.cdiv(gate.numel(), WORDS),)](
-                gate, up, gate.numel(), BLOCK=WORDS, num_warps=8
-            )
+        silu_times_kernel[(triton.cdiv(gate.numel(), WORDS),)](
+            gate, up, gate.numel(), BLOCK=WORDS, num_warps=8
+        )
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -115,21 +113,19 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError("rotate_: the numbers of a head are to lie side by side")
     cos, sin = cos.contiguous(), sin.contiguous()
     if x.numel():
-        with torch.cuda.device_of(x):
-            rotate_kernel[(n, B)](
-                x, cos, sin, n, *lines(x), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-                H=H, HALF=D // 2, HEADS=triton.next_power_of_2(H), BLOCK=triton.next_power_of_2(D // 2),
-                num_warps=4 if H * D > 2048 else 1,
-            )  # fmt: skip
+        rotate_kernel[(n, B)](
+            x, cos, sin, n, *lines(x), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+            H=H, HALF=D // 2, HEADS=triton.next_power_of_2(H), BLOCK=triton.next_power_of_2(D // 2),
+            num_warps=4 if H * D > 2048 else 1,
+        )  # fmt: skip
 
 
 def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     n, half = len(places), len(pace)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=places.device)
     if n:
-        with torch.cuda.device_of(places):
-            angles_kernel[(triton.cdiv(n, PLACES),)](
-                places.contiguous(), pace, out[0], out[1], n, scale,
-                HALF=half, PLACES=PLACES, BLOCK=triton.next_power_of_2(half), num_warps=4,
-            )  # fmt: skip
+        angles_kernel[(triton.cdiv(n, PLACES),)](
+            places.contiguous(), pace, out[0], out[1], n, scale,
+            HALF=half, PLACES=PLACES, BLOCK=triton.next_power_of_2(half), num_warps=4,
+        )  # fmt: skip
     return out[0], out[1]

@@ -158,18 +158,17 @@ def decode_attend(
     lse = torch.empty(B, H, n, splits, dtype=torch.float32, device=query.device)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     columns = columns.contiguous()
-    with torch.cuda.device_of(query):
-        piece_kernel[(splits, B * G, tiles)](
-            query, key, value, columns, columns if sees is None else sees.contiguous(),
-            lse if bias is None else bias.contiguous(), part, lse, scale, n,
-            0 if bias is None else len(bias), lines(query), lines(key), lines(value),
-            GROUPS=G, GROUP=group, D=D, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-            LEAST=LEAST, TREE=sees is not None, BIAS=bias is not None, WINDOW=WINDOW, PRECISION="ieee",
-            STAGES=stages, num_warps=4,
-        )  # fmt: skip
-        merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
-            part, lse, columns, out, n, out.stride()[:3],
-            HEADS=H, D=D, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_N=block_n,
-            BLOCK_D=MERGED, LEAST=LEAST, num_warps=4,
-        )  # fmt: skip
+    piece_kernel[(splits, B * G, tiles)](
+        query, key, value, columns, columns if sees is None else sees.contiguous(),
+        lse if bias is None else bias.contiguous(), part, lse, scale, n,
+        0 if bias is None else len(bias), lines(query), lines(key), lines(value),
+        GROUPS=G, GROUP=group, D=D, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        LEAST=LEAST, TREE=sees is not None, BIAS=bias is not None, WINDOW=WINDOW, PRECISION="ieee",
+        STAGES=stages, num_warps=4,
+    )  # fmt: skip
+    merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
+        part, lse, columns, out, n, out.stride()[:3],
+        HEADS=H, D=D, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_N=block_n,
+        BLOCK_D=MERGED, LEAST=LEAST, num_warps=4,
+    )  # fmt: skip
     return out

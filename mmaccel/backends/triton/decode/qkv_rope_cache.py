@@ -143,15 +143,14 @@ def enter_rows(
     gain, squares = (None if t is None else t.contiguous() for t in (gain, squares))
     block_o, block_k, block_r, warps, stages = tile_of(x, sum(map(len, weight)), 1, block_k)
     parts, chunk = parts_of(squares, block_r)
-    with torch.cuda.device_of(x):
-        if gain is not None:
-            x = normed(x, gain, eps)
-        enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
-            x, *weight, *(bias or weight), x if squares is None else squares, turn, columns, query, key,
-            value, rows, n, eps, lines(key), lines(value),
-            K=K, HEADS=heads, GROUPS=G, D=D, BIAS=bool(bias), PARTS=parts, CHUNK=chunk, BLOCK_O=block_o,
-            BLOCK_K=block_k, BLOCK_R=block_r, PRECISION="ieee", STAGES=stages, num_warps=warps,
-        )  # fmt: skip
+    if gain is not None:
+        x = normed(x, gain, eps)
+    enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
+        x, *weight, *(bias or weight), x if squares is None else squares, turn, columns, query, key,
+        value, rows, n, eps, lines(key), lines(value),
+        K=K, HEADS=heads, GROUPS=G, D=D, BIAS=bool(bias), PARTS=parts, CHUNK=chunk, BLOCK_O=block_o,
+        BLOCK_K=block_k, BLOCK_R=block_r, PRECISION="ieee", STAGES=stages, num_warps=warps,
+    )  # fmt: skip
     return query.transpose(1, 2)
 
 
@@ -162,10 +161,9 @@ def turn_rows(
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
-    with torch.cuda.device_of(rows):
-        turn_kernel[(heads + 2 * G, n, B)](
-            rows.contiguous(), cos.contiguous(), sin.contiguous(), places.contiguous(),
-            columns.contiguous(), query, key, value, n, cos.shape[1], lines(key), lines(value),
-            HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D), num_warps=1,
-        )  # fmt: skip
+    turn_kernel[(heads + 2 * G, n, B)](
+        rows.contiguous(), cos.contiguous(), sin.contiguous(), places.contiguous(),
+        columns.contiguous(), query, key, value, n, cos.shape[1], lines(key), lines(value),
+        HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D), num_warps=1,
+    )  # fmt: skip
     return query.transpose(1, 2)

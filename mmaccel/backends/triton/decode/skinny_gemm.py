@@ -254,16 +254,15 @@ def _project(
     if ahead is not None:
         gained = torch.empty_like(out)
         sums = torch.empty(rows, grid, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        if gain is not None:
-            x = normed(x, gain, eps)
-        project_kernel[(grid,)](
-            x, *weight, *missing, *(bias or weight), *missing, x if residual is None else residual,
-            x if squares is None else squares, x if ahead is None else ahead, out, gained, sums, rows, eps,
-            K=K, WIDTH_0=widths[0], WIDTH_1=widths[1] if len(weight) > 1 else 0,
-            WIDTH_2=widths[2] if len(weight) > 2 else 0, WIDTH=width, BIAS=bool(bias), GATED=gated,
-            RESIDUAL=residual is not None, AHEAD=ahead is not None, PARTS=parts, CHUNK=chunk, BLOCKS=grid,
-            EVEN=even, BLOCK_O=block_o, BLOCK_K=block_k, BLOCK_R=block_r, PRECISION="ieee", STAGES=stages,
-            num_warps=warps,
-        )  # fmt: skip
+    if gain is not None:
+        x = normed(x, gain, eps)
+    project_kernel[(grid,)](
+        x, *weight, *missing, *(bias or weight), *missing, x if residual is None else residual,
+        x if squares is None else squares, x if ahead is None else ahead, out, gained, sums, rows, eps,
+        K=K, WIDTH_0=widths[0], WIDTH_1=widths[1] if len(weight) > 1 else 0,
+        WIDTH_2=widths[2] if len(weight) > 2 else 0, WIDTH=width, BIAS=bool(bias), GATED=gated,
+        RESIDUAL=residual is not None, AHEAD=ahead is not None, PARTS=parts, CHUNK=chunk, BLOCKS=grid,
+        EVEN=even, BLOCK_O=block_o, BLOCK_K=block_k, BLOCK_R=block_r, PRECISION="ieee", STAGES=stages,
+        num_warps=warps,
+    )  # fmt: skip
     return out, gained, sums

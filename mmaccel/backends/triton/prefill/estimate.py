@@ -225,12 +225,11 @@ def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width
     stages = architectures.resources(query.device).stages(
         3, tile * item, shape["BLOCK_L"] * shape["BLOCK_D"] * item
     )
-    with torch.cuda.device_of(query):
-        totals_kernel[(B * H, splits)](
-            query, key, at if row is None else row, at, part, strides(query), strides(key),
-            width, piece, H, L, scale, **shape, num_stages=stages,
-        )  # fmt: skip
-        merge_kernel[(triton.cdiv(B * H * L, 64),)](part, out, B * H * L, splits, BLOCK=64, SPLITS=SPLITS)
+    totals_kernel[(B * H, splits)](
+        query, key, at if row is None else row, at, part, strides(query), strides(key),
+        width, piece, H, L, scale, **shape, num_stages=stages,
+    )  # fmt: skip
+    merge_kernel[(triton.cdiv(B * H * L, 64),)](part, out, B * H * L, splits, BLOCK=64, SPLITS=SPLITS)
     return out
 
 
@@ -251,9 +250,8 @@ def line_sums(
     members = shape["GROUP"] if pooled else 1
     columns = query.new_empty(B, H // members, width, dtype=torch.float32)
     diagonals = torch.empty_like(columns)
-    with torch.cuda.device_of(query):
-        lines_kernel[(B * H // members, triton.cdiv(width, shape["BLOCK_N"]))](
-            query, key, at if row is None else row, at, total, columns, diagonals, strides(query), strides(key),
-            width, H, L, D**-0.5 * math.log2(math.e), MEMBERS=members, **shape, num_stages=1,
-        )  # fmt: skip
+    lines_kernel[(B * H // members, triton.cdiv(width, shape["BLOCK_N"]))](
+        query, key, at if row is None else row, at, total, columns, diagonals, strides(query), strides(key),
+        width, H, L, D**-0.5 * math.log2(math.e), MEMBERS=members, **shape, num_stages=1,
+    )  # fmt: skip
     return columns, diagonals

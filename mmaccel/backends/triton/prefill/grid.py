@@ -212,16 +212,15 @@ def class_phases(
     spread = torch.empty_like(given) if rows else given
     lines = query.new_empty(B, heads, 3, C, dtype=torch.float32)
     line, shift = (query.new_empty(B, heads, 1, dtype=torch.int64) for _ in range(2))
-    with torch.cuda.device_of(query):
-        classes_kernel[(B * heads, C)](
-            query, key, at if row is None else row, at, total, order, start, given, spread, lines,
-            strides(query), strides(key), order.shape[1], C, H, L, D**-0.5 * math.log2(math.e),
-            SCORE=score, ROWS=rows, MEMBERS=members_of, **shape, num_stages=stages,
-        )  # fmt: skip
-        phases_kernel[(B * heads,)](
-            given, lines, own, members, stride, line, shift, heads, members.shape[1], C, L,
-            SCORE=score, BLOCK_L=16, BLOCK_C=triton.next_power_of_2(C), num_warps=8,
-        )  # fmt: skip
+    classes_kernel[(B * heads, C)](
+        query, key, at if row is None else row, at, total, order, start, given, spread, lines,
+        strides(query), strides(key), order.shape[1], C, H, L, D**-0.5 * math.log2(math.e),
+        SCORE=score, ROWS=rows, MEMBERS=members_of, **shape, num_stages=stages,
+    )  # fmt: skip
+    phases_kernel[(B * heads,)](
+        given, lines, own, members, stride, line, shift, heads, members.shape[1], C, L,
+        SCORE=score, BLOCK_L=16, BLOCK_C=triton.next_power_of_2(C), num_warps=8,
+    )  # fmt: skip
     return line, shift, spread.sum(-1) if rows else query.new_empty(0, dtype=torch.float32)
 
 
@@ -263,11 +262,10 @@ def strides_kernel(
 def stride_scores(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
     kinds, B, H, width = value.shape
     out = torch.empty(B, H, high - low + 1, dtype=torch.float32, device=value.device)
-    with torch.cuda.device_of(value):
-        strides_kernel[(high - low + 1, B * H)](
-            value.contiguous(), at.contiguous(), out, kinds, B * H, H, width, low,
-            SCORE=score, PHASES=PHASES, MEMBERS=MEMBERS,
-        )  # fmt: skip
+    strides_kernel[(high - low + 1, B * H)](
+        value.contiguous(), at.contiguous(), out, kinds, B * H, H, width, low,
+        SCORE=score, PHASES=PHASES, MEMBERS=MEMBERS,
+    )  # fmt: skip
     return out
 
 
@@ -364,11 +362,10 @@ def turned_classes(
     of_dense = [empty(rows), empty(rows)] if rows else []
     at_line, line_row, line_place = of_line or (out[1], out[0], out[1])
     dense_row, dense_at = of_dense or (out[0], out[0])
-    with torch.cuda.device_of(keys):
-        turned_kernel[(triton.cdiv(max(P, columns, rows), TILE), B * H)](
-            *queries.unbind(0), q_begin, keys[0], keys[1], k_begin, stride, line, shift, dense,
-            out[0], out[1], at_line, line_row, line_place, dense_row, dense_at,
-            P, N, columns, rows, k_begin.shape[1] - 1, H, room, room.bit_length(),
-            VERTICAL=columns > 0, HORIZONTAL=rows > 0, TILE=TILE,
-        )  # fmt: skip
+    turned_kernel[(triton.cdiv(max(P, columns, rows), TILE), B * H)](
+        *queries.unbind(0), q_begin, keys[0], keys[1], k_begin, stride, line, shift, dense,
+        out[0], out[1], at_line, line_row, line_place, dense_row, dense_at,
+        P, N, columns, rows, k_begin.shape[1] - 1, H, room, room.bit_length(),
+        VERTICAL=columns > 0, HORIZONTAL=rows > 0, TILE=TILE,
+    )  # fmt: skip
     return out + of_line + of_dense

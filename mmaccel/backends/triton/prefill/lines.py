@@ -171,11 +171,10 @@ def strongest(
     counts = torch.zeros(2 * B * H, DIGITS, BINS.value, dtype=torch.int32, device=columns.device)
     tally = torch.empty(2 * B * H, 2, pieces, dtype=torch.int32, device=columns.device)
     grid, sizes, how = (pieces, 2 * B * H), (n, vertical, slash, piece, H), dict(TILE=TILE, num_warps=8)
-    with torch.cuda.device_of(columns):
-        for digit in range(DIGITS):
-            digits_kernel[grid](columns, diagonals, last, counts, *sizes, DIGIT=digit, **how)
-        tally_kernel[grid](columns, diagonals, last, counts, tally, *sizes, **how)
-        chosen_kernel[grid](columns, diagonals, last, counts, tally, *out, *sizes, PIECES=PIECES, **how)
+    for digit in range(DIGITS):
+        digits_kernel[grid](columns, diagonals, last, counts, *sizes, DIGIT=digit, **how)
+    tally_kernel[grid](columns, diagonals, last, counts, tally, *sizes, **how)
+    chosen_kernel[grid](columns, diagonals, last, counts, tally, *out, *sizes, PIECES=PIECES, **how)
     return out[0], out[1]
 
 
@@ -330,14 +329,13 @@ def line_keys(
     left, k_row, k_place = (row.new_empty(B, H, n) for n in (N, P, P))
     kind = torch.empty(B, H, N // block, dtype=torch.int8, device=row.device)
     blocks = max(1, 2048 // block)
-    with torch.cuda.device_of(row):
-        mark_kernel[(triton.cdiv(max(P, S), MARKED), B * H)](
-            row, columns, diagonals, owned, kept, k_row, k_place, N, H, K, S, P, width,
-            row.stride(0), *columns.stride()[:2], *diagonals.stride()[:2], MARKED=MARKED,
-        )  # fmt: skip
-        without_kernel[(triton.cdiv(N // block, blocks), B * H)](
-            row, owned, left, kind, N, H, row.stride(0), BLOCK=block, ROWS=blocks
-        )
+    mark_kernel[(triton.cdiv(max(P, S), MARKED), B * H)](
+        row, columns, diagonals, owned, kept, k_row, k_place, N, H, K, S, P, width,
+        row.stride(0), *columns.stride()[:2], *diagonals.stride()[:2], MARKED=MARKED,
+    )  # fmt: skip
+    without_kernel[(triton.cdiv(N // block, blocks), B * H)](
+        row, owned, left, kind, N, H, row.stride(0), BLOCK=block, ROWS=blocks
+    )
     return left, kind, kept.view(torch.bool), k_row, k_place
 
 
@@ -360,16 +358,11 @@ def slash_runs(
     row = torch.empty(B, H, M, 5, dtype=torch.int64, device=kept.device)
     # One sum over all heads: of each by itself it would be made by one program a head.
     before = kept.reshape(-1).cumsum(0, dtype=torch.int32)
-    with torch.cuda.device_of(kept):
-        steps_kernel[(C, H)](
-            before, shape, index, upto, N, C, H, width, BLOCK=block, STEPS=STEPS, num_warps=4
-        )
-        rows_kernel[(triton.cdiv(M, ROWS), B * H)](
-            upto, member, home, reach, row, H, M, B * M, width, ROWS=ROWS
-        )
-        if G:
-            gaps_kernel[(G, B * H)](
-                before, broken, runs, sure, index, row, N, H, M, G, runs.shape[2], C * H * width, blocks,
-                BLOCK=block, TILE=ROWS, num_warps=1,
-            )  # fmt: skip
+    steps_kernel[(C, H)](before, shape, index, upto, N, C, H, width, BLOCK=block, STEPS=STEPS, num_warps=4)
+    rows_kernel[(triton.cdiv(M, ROWS), B * H)](upto, member, home, reach, row, H, M, B * M, width, ROWS=ROWS)
+    if G:
+        gaps_kernel[(G, B * H)](
+            before, broken, runs, sure, index, row, N, H, M, G, runs.shape[2], C * H * width, blocks,
+            BLOCK=block, TILE=ROWS, num_warps=1,
+        )  # fmt: skip
     return row, index

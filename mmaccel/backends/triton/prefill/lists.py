@@ -232,18 +232,17 @@ def reach(
     kind = q_row.new_empty(*of_keys, n, dtype=torch.int8)
     tile_q, tile_k = (max(1, TOKENS // block) for block in (block_q, block_k))
     leads = math.prod(of_queries)
-    with torch.cuda.device_of(q_row):
-        edges_kernel[(max(triton.cdiv(m, tile_q), triton.cdiv(n, tile_k)), leads + math.prod(of_keys))](
-            q_row, q_place, *_lead(q_row, q_place), q_least, q_most, m, of_queries[1], k_row, k_place,
-            *_lead(k_row, k_place), k_least, k_most, kind, n, of_keys[1], leads,
-            BLOCK_Q=block_q, TILE_Q=tile_q, BLOCK_K=block_k, TILE_K=tile_k,
-        )  # fmt: skip
-        settle_kernel[(math.prod(of_keys),)](k_least, k_most, n, STEP=STEP)
-        reach_kernel[(triton.cdiv(m, SEARCHED), b * h)](
-            q_least, q_most, *_step(of_queries), k_least, k_most, *_step(of_keys), row, lo, hi, m, n, h,
-            n.bit_length(),
-            TILE=SEARCHED,
-        )  # fmt: skip
+    edges_kernel[(max(triton.cdiv(m, tile_q), triton.cdiv(n, tile_k)), leads + math.prod(of_keys))](
+        q_row, q_place, *lead(q_row), *lead(q_place), q_least, q_most, m, of_queries[1], k_row, k_place,
+        *lead(k_row), *lead(k_place), k_least, k_most, kind, n, of_keys[1], leads,
+        BLOCK_Q=block_q, TILE_Q=tile_q, BLOCK_K=block_k, TILE_K=tile_k,
+    )  # fmt: skip
+    settle_kernel[(math.prod(of_keys),)](k_least, k_most, n, STEP=STEP)
+    reach_kernel[(triton.cdiv(m, SEARCHED), b * h)](
+        q_least, q_most, *_step(of_queries), k_least, k_most, *_step(of_keys), row, lo, hi, m, n, h,
+        n.bit_length(),
+        TILE=SEARCHED,
+    )  # fmt: skip
     return row, kind
 
 
@@ -257,14 +256,13 @@ def listed_area(
     out, (key_b, key_h, blocks) = row.new_empty(b, h), (*k_row.shape[:2], k_row.shape[2] // block_k)
     nk = k_row.new_empty(key_b, key_h, blocks)
     tile = max(1, TOKENS // block_k)
-    with torch.cuda.device_of(row):
-        present_kernel[(triton.cdiv(blocks, tile), key_b * key_h)](
-            *(k_row, *_lead(k_row), nk, out, key_h, blocks, b * h), BLOCK=block_k, TILE=tile, STEP=STEP
-        )
-        area_kernel[(row.shape[2], b * h)](
-            row, index, q_row, nk, *_lead(row, q_row, nk), out, h,
-            PLAIN=not index.shape[0], BLOCK=block_q, STEP=STEP // 4, num_warps=1,
-        )  # fmt: skip
+    present_kernel[(triton.cdiv(blocks, tile), key_b * key_h)](
+        *(k_row, *lead(k_row), nk, out, key_h, blocks, b * h), BLOCK=block_k, TILE=tile, STEP=STEP
+    )
+    area_kernel[(row.shape[2], b * h)](
+        row, index, q_row, nk, *lead(row), *lead(q_row), *lead(nk), out, h,
+        PLAIN=not index.shape[0], BLOCK=block_q, STEP=STEP // 4, num_warps=1,
+    )  # fmt: skip
     return out
 
 
@@ -277,11 +275,6 @@ def _step(leads: tuple[int, int]) -> tuple[int, int]:
     """Lines between sequences and between heads, where `leads` are those that there are; 0 where all share one."""
     b, h = leads
     return h if b > 1 else 0, 1 if h > 1 else 0
-
-
-def _lead(*tensors: Tensor) -> Sequence[int]:
-    """Strides of the sequence and the head of each; 0 where all share one."""
-    return tuple(t.stride(i) if t.shape[i] > 1 else 0 for t in tensors for i in (0, 1))
 
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "M", "pairs"])
@@ -420,8 +413,7 @@ def assembled(
         tiles[first >= fills * width] += lines * -(-told[first + FIELDS.index("size")] // TILE)
     rows = torch.frombuffer(told, dtype=torch.int64).view(-1, width)
     sent = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
-    with torch.cuda.device_of(sources[0]):
-        for some, count in zip((sent[:fills], sent[fills:]), tiles, strict=True):
-            if count:
-                pieces_kernel[(count,)](some, *out, len(some), len(some).bit_length(), TILE=TILE, num_warps=8)
+    for some, count in zip((sent[:fills], sent[fills:]), tiles, strict=True):
+        if count:
+            pieces_kernel[(count,)](some, *out, len(some), len(some).bit_length(), TILE=TILE, num_warps=8)
     return out

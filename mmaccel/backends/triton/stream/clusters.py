@@ -319,11 +319,10 @@ def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
-        with torch.cuda.device_of(key):
-            scored_kernel[(triton.cdiv(C, CLUSTERS), R)](
-                key, query.contiguous(), out, C, key.stride(0), key.stride(1),
-                D=D, COSINE=cosine, BLOCK=CLUSTERS, DIM=triton.next_power_of_2(D), num_warps=4,
-            )  # fmt: skip
+        scored_kernel[(triton.cdiv(C, CLUSTERS), R)](
+            key, query.contiguous(), out, C, key.stride(0), key.stride(1),
+            D=D, COSINE=cosine, BLOCK=CLUSTERS, DIM=triton.next_power_of_2(D), num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -331,10 +330,9 @@ def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
-        with torch.cuda.device_of(score):
-            outside_kernel[(triton.cdiv(V, CLUSTERS), R)](
-                score, size, out, V, limit, fewest, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4
-            )
+        outside_kernel[(triton.cdiv(V, CLUSTERS), R)](
+            score, size, out, V, limit, fewest, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4
+        )
     return out
 
 
@@ -346,11 +344,10 @@ def ordered(
     staged = parent is not None and without is not None
     size, parent = size.contiguous(), parent.contiguous() if staged else size
     without = without if staged else size
-    with torch.cuda.device_of(score):
-        ordered_kernel[(triton.cdiv(C, CLUSTERS), R)](
-            score, size, parent, without, out, before, C, without.shape[1],
-            STAGED=staged, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
-        )  # fmt: skip
+    ordered_kernel[(triton.cdiv(C, CLUSTERS), R)](
+        score, size, parent, without, out, before, C, without.shape[1],
+        STAGED=staged, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
+    )  # fmt: skip
     return out, before
 
 
@@ -366,14 +363,13 @@ def selected(
     told = [
         one.contiguous() for one in (before, lists.size, lists.owner, lists.within, lists.first, lists.flat)
     ]
-    with torch.cuda.device_of(before):
-        selected_kernel[(R,)](
-            *told, own.keys, own.query.contiguous(), out if late is None else late.units, score, keep, out,
-            out if coming is None else coming, C, lists.owner.shape[1], budget, ahead,
-            own.keys.stride(0), own.layer * own.keys.stride(1), more, 1 if late is None else late.parts,
-            D=D, DIM=triton.next_power_of_2(D), TILE=16, COSINE=own.cosine, BLOCK=ENTRIES, OTHERS=OTHERS,
-            num_warps=8,
-        )  # fmt: skip
+    selected_kernel[(R,)](
+        *told, own.keys, own.query.contiguous(), out if late is None else late.units, score, keep, out,
+        out if coming is None else coming, C, lists.owner.shape[1], budget, ahead,
+        own.keys.stride(0), own.layer * own.keys.stride(1), more, 1 if late is None else late.parts,
+        D=D, DIM=triton.next_power_of_2(D), TILE=16, COSINE=own.cosine, BLOCK=ENTRIES, OTHERS=OTHERS,
+        num_warps=8,
+    )  # fmt: skip
     return out, coming
 
 
@@ -391,43 +387,39 @@ def stand_ins(
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
-    with torch.cuda.device_of(score):
-        stand_ins_kernel[(triton.cdiv(C, CLUSTERS),)](
-            score, picked, size, key, value, time, out, times, added, added if left is None else left,
-            C, count, head, tokens, key.stride(0), *out.stride()[:3],
-            D=D, WIDE=key.shape[1], DIM=triton.next_power_of_2(key.shape[1]), HIDES=left is not None,
-            BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
-        )  # fmt: skip
+    stand_ins_kernel[(triton.cdiv(C, CLUSTERS),)](
+        score, picked, size, key, value, time, out, times, added, added if left is None else left,
+        C, count, head, tokens, key.stride(0), *out.stride()[:3],
+        D=D, WIDE=key.shape[1], DIM=triton.next_power_of_2(key.shape[1]), HIDES=left is not None,
+        BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
+    )  # fmt: skip
     return times, added
 
 
 def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
     H, n, D = rows.shape
     out = torch.empty(groups * D, device=rows.device)
-    with torch.cuda.device_of(rows):
-        folded_kernel[(groups, triton.cdiv(D, COLUMNS))](
-            rows, out if count is None else count, out, n, rows.stride(0), rows.stride(1), D,
-            HEADS=H // groups, TOLD=count is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
-        )  # fmt: skip
+    folded_kernel[(groups, triton.cdiv(D, COLUMNS))](
+        rows, out if count is None else count, out, n, rows.stride(0), rows.stride(1), D,
+        HEADS=H // groups, TOLD=count is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
     return out
 
 
 def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
     n, E = words.shape
     out = torch.empty(n, E, dtype=words.dtype, device=words.device)
-    with torch.cuda.device_of(words):
-        moved_kernel[(triton.cdiv(E, COLUMNS),)](
-            words, count, known, before, before if seen is None else seen, out, n, words.stride(0), E,
-            SHOWN=seen is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
-        )  # fmt: skip
+    moved_kernel[(triton.cdiv(E, COLUMNS),)](
+        words, count, known, before, before if seen is None else seen, out, n, words.stride(0), E,
+        SHOWN=seen is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
     return out
 
 
 def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
     out = torch.empty_like(entries)
     if len(entries):
-        with torch.cuda.device_of(table):
-            foretold_kernel[(triton.cdiv(len(entries), FORETOLD),)](
-                table, entries, slots, begin, out, len(entries), len(table) - 1, BLOCK=FORETOLD, num_warps=4
-            )
+        foretold_kernel[(triton.cdiv(len(entries), FORETOLD),)](
+            table, entries, slots, begin, out, len(entries), len(table) - 1, BLOCK=FORETOLD, num_warps=4
+        )
     return out

@@ -58,36 +58,6 @@ class AttentionConfig:
             self._warned = True
             warn(f"{message}; search at this length for budgets that fit it.")
 
-    def sparse(self, layer: int) -> bool:
-        """Whether a prefill follows the pattern at `layer`."""
-        return not self.recipe.sparse.dense and layer not in self.recipe.dense_layers
-
-    def pays(self, layer: int, query: Tensor, n_key: int, run: ForwardPass | None = None) -> bool:
-        """Whether the pattern of `layer` beats dense attention, from sizes and measured costs.
-
-        It does if it does at its bound. If not, what it is expected to list decides, and after the first sparse layer of a
-        run how far that one was from what was expected of it: of estimates only the data tell.
-        """
-        if self.choice is None or self.choice.costs is None:
-            return True
-        B, H, n, _ = query.shape
-        causal = n * (2 * n_key - n + 1) / 2
-        if not self.choice.pays(0, B * H * causal, B * n_key):
-            # A short prompt: making the plan alone costs more, and neither pattern nor layout is looked at.
-            return False
-        pattern = self.recipe.sparse.at(layer)
-        # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
-        most = causal + n * pattern.block
-        listed = min(pattern.max_blocks_total(n, n_key) * pattern.block**2, most)
-        if self.choice.pays(B * H * listed, B * H * causal, B * n_key):
-            return True
-        if run is None:
-            return False
-        expected = (
-            pattern.expected_blocks(n, n_key, (run.queries, run.layout)) * pattern.block**2 * run.excess()
-        )
-        return self.choice.pays(B * H * min(expected, listed), B * H * causal, B * n_key)
-
 
 def _to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """`value` [] on its way to the host, which is not waited for, and the event that it has come."""
@@ -152,27 +122,38 @@ class ForwardPass:
     """What sparse layers listed, on its way to the host, and what was expected of them, by the first new column of the pass:
     told to the layers after them."""
 
-    def watch(self, layer: int, query: Tensor, listed: Tensor) -> None:
-        """Note the pairs [B, H] that a layer's plan lists, where a choice may hang on it; nothing is waited for."""
+    def pays(self, layer: int, query: Tensor, n_key: int) -> bool:
+        """Whether the pattern of `layer` beats dense attention, from sizes and measured costs.
+
+        It does if it does at its bound. If not, what it is expected to list decides, and after the first sparse layer how
+        far the last one was from what was expected of it: of estimates only the data tell. That layer is waited for, whose
+        attention may still be running.
+        """
         choice = self.config.choice
         if choice is None or choice.costs is None:
-            return
+            return True
+        B, H, n, _ = query.shape
+        causal = n * (2 * n_key - n + 1) / 2
+        if not choice.pays(0, B * H * causal, B * n_key):
+            # A short prompt: making the plan alone costs more, and neither pattern nor layout is looked at.
+            return False
         pattern = self.config.recipe.sparse.at(layer)
-        n, N = query.shape[2], self.layout.length
-        expected = pattern.expected_blocks(n, N, (self.queries, self.layout)) * pattern.block**2
-        self.listed[self.start] = *_to_host(listed.mean()), expected
+        # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
+        most = causal + n * pattern.block
+        listed = min(pattern.max_blocks_total(n, n_key) * pattern.block**2, most)
+        if choice.pays(B * H * listed, B * H * causal, B * n_key):
+            return True
+        expected = self._expected(layer, n, n_key)
+        if self.start in self.listed:
+            value, ready, before = self.listed[self.start]
+            if ready is not None:
+                ready.synchronize()
+            expected *= float(value) / max(before, 1.0)
+        return choice.pays(B * H * min(expected, listed), B * H * causal, B * n_key)
 
-    def excess(self) -> float:
-        """How many times what was expected the last sparse layer listed; 1 before there was one.
-
-        Waits for that layer, whose attention may still be running.
-        """
-        if self.start not in self.listed:
-            return 1.0
-        value, ready, expected = self.listed[self.start]
-        if ready is not None:
-            ready.synchronize()
-        return float(value) / max(expected, 1.0)
+    def _expected(self, layer: int, n: int, n_key: int) -> float:
+        pattern = self.config.recipe.sparse.at(layer)
+        return pattern.expected_blocks(n, n_key, (self.queries, self.layout)) * pattern.block**2
 
     @cached_property
     def queries(self) -> TokenLayout:
@@ -224,9 +205,10 @@ class ForwardPass:
             probe.attending(self, layer, query, key, value, scale)
         if self.branches is not None:
             return self._branching(self.branches, view, query, key, value, scale)
-        plan, whole = None, view.column is None and view.window is None
-        sparse = whole and self.prefill and query.shape[2] >= MIN_ROWS and self.config.sparse(layer)
-        if sparse and self.config.pays(layer, query, key.shape[2], self):
+        plan, recipe = None, self.config.recipe
+        sparse = self.prefill and not recipe.sparse.dense and layer not in recipe.dense_layers
+        whole = view.column is None and view.window is None and query.shape[2] >= MIN_ROWS
+        if sparse and whole and self.pays(layer, query, key.shape[2]):
             plan = self._plan(layer, query, key, value)
         self._count(layer, plan, query)
         if plan is None:
@@ -311,7 +293,9 @@ class ForwardPass:
             listed, names = causal.expand(-1, heads), ("dense",) * heads
         else:
             listed = plan.listed_pairs()
-            self.watch(layer, query, listed)
+            if self.config.choice is not None and self.config.choice.costs is not None:
+                expected = self._expected(layer, query.shape[2], self.layout.length)
+                self.listed[self.start] = *_to_host(listed.mean()), expected
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
             names = self.config.recipe.sparse.at(layer).per_head(heads)

@@ -36,29 +36,6 @@ BlockAttend = Callable[..., tuple[Tensor, Tensor]]
 """A backend's operator; its arguments are those of `ops.block_attend.define`."""
 
 
-def attend_part(
-    part: Part,
-    plan: AttentionPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    backend: BlockAttend,
-    rows: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """out [B, h, P, D] and lse [B, h, P] of the heads that one part covers, in the part's order, or in that of a query of
-    `rows` rows."""
-    heads = part.of(query.shape[1])
-    group = query.shape[1] // key.shape[1]
-    groups = slice(heads.start // group, (heads.stop - 1) // group + 1)
-    q, k, v = query[:, heads], key[:, groups], value[:, groups]
-    blocks = plan.block_q, plan.block_k
-    if part.extra:
-        backend = select.serving_extra(backend, query.device)
-    prepared = prepare(backend, part, q, k, *blocks, rows)
-    return backend(q, k, v, *part.pack(), *blocks, scale, rows, *prepared)
-
-
 def attend_plan(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scale: float, backend: BlockAttend
 ) -> tuple[Tensor, Tensor]:
@@ -69,10 +46,16 @@ def attend_plan(
     is NaN.
     """
     n, all_heads = query.shape[2], tuple(range(query.shape[1]))
+    group, blocks = len(all_heads) // key.shape[1], (plan.block_q, plan.block_k)
     out, lse = None, None
     written: set[int] = set()
     for part in launches(plan):
-        other, other_lse = attend_part(part, plan, query, key, value, scale, backend, n)
+        own = part.of(len(all_heads))
+        groups = slice(own.start // group, (own.stop - 1) // group + 1)
+        q, k, v = query[:, own], key[:, groups], value[:, groups]
+        op = select.serving_extra(backend, query.device) if part.extra else backend
+        prepared = prepare(op, part, q, k, *blocks, n)
+        other, other_lse = op(q, k, v, *part.pack(), *blocks, scale, n, *prepared)
         heads = all_heads if part.head_range is None else part.head_range.heads
         if out is None and len(other[0]) == len(all_heads):
             out, lse = other, other_lse
@@ -81,11 +64,11 @@ def attend_plan(
                 out, lse = empty_output(query, value, n, n)
             assert lse is not None
             for begin, end in adjacent([head for head in heads if head not in written]):
-                here = slice(begin - part.of(0).start, end - part.of(0).start)
+                here = slice(begin - own.start, end - own.start)
                 out[:, begin:end], lse[:, begin:end] = other[:, here], other_lse[:, here]
             again = [head for head in heads if head in written]
             for begin, end in adjacent(again, max(1, MERGED // other[:, 0].numel())):
-                here = slice(begin - part.of(0).start, end - part.of(0).start)
+                here = slice(begin - own.start, end - own.start)
                 both, total = merge(out[:, begin:end], lse[:, begin:end], other[:, here], other_lse[:, here])
                 out[:, begin:end], lse[:, begin:end] = both.to(out.dtype), total
         written.update(heads)

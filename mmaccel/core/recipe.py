@@ -18,7 +18,7 @@ from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, shown
 from mmaccel.core.kv import KVPolicy, StreamPolicy
 from mmaccel.core.prune import TokenPruner
-from mmaccel.core.registry import BASES, DEFAULTS, Policy, policy, registry
+from mmaccel.core.registry import BASES, DEFAULTS, policy, registry
 from mmaccel.core.sparse import SparsePattern
 
 YAML_BYTES = 1 << 18
@@ -220,7 +220,7 @@ def names() -> dict[str, str]:
 
 def endings() -> tuple[str, ...]:
     """Endings of the files that `Recipe.load` reads: YAML, and those that policies declare (`Policy.file`)."""
-    own = (cls.file for kind in BASES for cls in _policies(kind).values())
+    own = (cls.file for kind in BASES for cls in registry(kind).values())
     return (".yaml", ".yml", *(file[0] for file in own if file is not None))
 
 
@@ -233,7 +233,7 @@ def fields_of(source: str | Path) -> dict[str, Any]:
     text, folder = str(source), None
     where = f"recipe {shown(text, outside.PATH)}"
     for kind in BASES:
-        for name, cls in _policies(kind).items():
+        for name, cls in registry(kind).items():
             if cls.file is not None and text.endswith(cls.file[0]):
                 return {kind: {"name": name, cls.file[1]: text}}
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")):
@@ -262,15 +262,13 @@ def fields_of(source: str | Path) -> dict[str, Any]:
         raise RecipeError(f"{where} holds {type(fields).__name__}; write a mapping such as {example!r}.")
     if fields.get("draft") is False:
         fields["draft"] = DEFAULTS["draft"]  # YAML reads a bare off as false
-    for kind in BASES if folder is not None else ():
+    if folder is None:
+        return fields
+    for kind in BASES:
         given = fields.get(kind)
         if isinstance(given, dict) and isinstance(given.get("name"), str) and given["name"] in registry(kind):
-            fields[kind] = _policies(kind)[given["name"]].with_base_dir(given, folder)
+            fields[kind] = registry(kind)[given["name"]].with_base_dir(given, folder)
     return fields
-
-
-def _policies(kind: str) -> Mapping[str, type[Policy]]:
-    return registry(kind)  # type: ignore[return-value]
 
 
 def _plain(value: Any) -> Any:

@@ -83,12 +83,12 @@ KINDS = (*BASES, "index", "model")
 """Besides: "index", a part of stream memories that archive, and "model", the families."""
 
 
-class Registry(Mapping[str, type]):
+class Registry(Mapping[str, type[Any]]):
     """The classes of one kind, by name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._classes: dict[str, type] = {}
+        self._classes: dict[str, type[Any]] = {}
 
     def add(self, name: str, cls: type) -> None:
         """Record `cls` under `name`; raises `RecipeError` when the name is taken by another class."""
@@ -96,7 +96,7 @@ class Registry(Mapping[str, type]):
             raise RecipeError(f"{self.kind} {name!r} is registered already; choose another name.")
         self._classes[name] = cls
 
-    def __getitem__(self, name: str) -> type:
+    def __getitem__(self, name: str) -> type[Any]:
         try:
             return self._classes[name]
         except KeyError:

@@ -17,13 +17,6 @@ from mmaccel.core.registry import Policy, refuse_former_names
 BLOCK = 256
 """The largest block: kernels hold a block's places at once."""
 
-FORMER = {
-    "toll": "max_blocks",
-    "bound": "max_blocks_total",
-    "expected": "expected_blocks",
-    "guess": "estimate_blocks",
-}
-
 MOST = 2**31 - 1
 """The largest number of a field: kernels count places in 32 bits."""
 
@@ -52,7 +45,9 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         """One that says anew what its plan is has not said how some heads of a layer are planned: its parent's way of that
         would pass it by."""
         super().__init_subclass__()
-        refuse_former_names(cls, FORMER)
+        former = {"toll": "max_blocks", "bound": "max_blocks_total"}
+        former |= {"expected": "expected_blocks", "guess": "estimate_blocks"}
+        refuse_former_names(cls, former)
         if "plan" in vars(cls) and "plan_of" not in vars(cls):
             cls.plan_of = SparsePattern.plan_of  # type: ignore[method-assign]
 

@@ -172,7 +172,7 @@ class Bench:
             for each in plans:  # the first run compiles
                 self.attend(each)
         taken = [[timed(partial(self.attend, each), device)[1] for each in plans] for _ in range(repeats)]
-        seconds = [brief(min(column)) for column in zip(*taken, strict=True)] or [None, None]
+        seconds = [brief(min(column)) for column in zip(*taken, strict=True)] if taken else (None, None)
         whole = self.inside.layout.length * (self.inside.layout.length + 1) / 2
         pairs = [brief(float(self.kept(each).mean()) * whole) for each in plans]
         return {

@@ -9,6 +9,10 @@ SECONDS_EACH ?= 1050
 # One thread a process: the tests run in several, and the models are small.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 WORKERS ?= auto
+# glibc keeps what was freed: else the kernel clears pages anew in one run and not in the next.
+STEADY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
+# Options of `make bench`: BENCH='-k clustering --write "why it changed"'.
+BENCH ?=
 # The worlds of `make demo`: so many, of seeds from this one on.
 WORLDS ?= 20
 SEED ?= 100
@@ -71,8 +75,9 @@ train: $(STAMP)
 	$(PY) -m mmaccel_lab.train all --out $(OUT) --seconds $(SECONDS_EACH)
 	$(PY) -m mmaccel_lab.train install $(OUT)
 
+# Each part beside its twin, its ratio beside the committed one: bench/test_ratios.py.
 bench: $(STAMP)
-	$(TEST_ENV) $(PY) -m pytest bench -o addopts='' --benchmark-only
+	$(TEST_ENV) $(STEADY) $(PY) -m pytest bench -o addopts='' -q --benchmark-only $(BENCH)
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -1,0 +1,342 @@
+"""What the parts cost on a CPU, each beside its dense or naive twin in the same run: `make bench`, in CI.
+
+A case is a pair of functions that take turns, timed in CPU seconds of one thread, so that a machine's speed and its other
+work cancel. The ratio is the median of time / twin's time over a block of turns; of `BLOCKS` blocks the least counts, for
+what else a machine does only adds. A ratio above `LIMIT` times the committed one (`ratios.json`) fails and names its case.
+
+    make bench BENCH='-k clustering --write "splits look at fewer units"'    # commit a new ratio, and why
+    make bench BENCH='--plant 1.5'                                           # is a slowdown of each case caught?
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmaccel
+from mmaccel.backends import select
+from mmaccel.backends.ops.block_lists import reach
+from mmaccel.backends.ops.dense_attend import dense_attend
+from mmaccel.contract import stream as contract
+from mmaccel.core.draft import Proposal
+from mmaccel.core.execute import attend_plan
+from mmaccel.core.kv import Stream, StreamPass, StreamPolicy
+from mmaccel.core.layout import VIDEO, TokenLayout
+from mmaccel.core.positions import PositionIds
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.rows import write_whole
+from mmaccel.core.verify import accept, accept_tree
+
+LIMIT = 1.25
+BLOCKS, LEAST, MOST, SECONDS = 4, 3, 15, 0.7
+"""Blocks of turns; turns of a block, at least and at most, and seconds that it takes between these."""
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+"""What is measured, and its twin."""
+
+TOKENS, PER_FRAME, HEADS, GROUPS, SIZE = 4096, 16, 4, 2, 64
+PATTERNS: dict[str, dict[str, Any]] = {
+    "a_shape": {"name": "a_shape", "sink": 128, "window": 512},
+    "vertical_slash": {"name": "vertical_slash", "vertical": 64, "slash": 16},
+    "grid": {"name": "grid", "stride": "frame"},
+}
+
+
+def video() -> TokenLayout:
+    """A layout of frames alone."""
+    column = torch.arange(TOKENS)[None]
+    return TokenLayout.build(torch.full_like(column, VIDEO), frame=column // PER_FRAME)
+
+
+@functools.cache
+def layer() -> tuple[Tensor, Tensor, Tensor, TokenLayout]:
+    """Queries [1, H, N, D], keys and values [1, G, N, D] of a layer over a video."""
+    torch.manual_seed(0)
+    query = torch.randn(1, HEADS, TOKENS, SIZE)
+    key, value = torch.randn(2, 1, GROUPS, TOKENS, SIZE)
+    return query, key, value, video()
+
+
+def dense() -> Tensor:
+    """Dense attention of the layer."""
+    return dense_attend(*layer()[:3], SIZE**-0.5)
+
+
+def planning(name: str) -> Pair:
+    """A pattern's plan beside the dense attention that it saves."""
+    query, key, _, _ = layer()
+    pattern = Recipe.load(sparse=PATTERNS[name]).sparse
+
+    def plans() -> None:
+        for _ in range(4):
+            layout = video()  # a layout keeps what was planned for it
+            pattern.plan(query, key, layout, layout)
+
+    return plans, dense
+
+
+def attention(name: str) -> Pair:
+    """Attention of a plan that is there, beside dense attention."""
+    query, key, value, layout = layer()
+    plan = Recipe.load(sparse=PATTERNS[name]).sparse.plan(query, key, layout, layout)
+    assert plan is not None
+    kernel = select.get("reference", "cpu")
+    return lambda: attend_plan(plan, query, key, value, SIZE**-0.5, kernel), dense
+
+
+def indices() -> Pair:
+    """Block lists of a window, beside those read off the whole mask."""
+    rows, block, window = torch.arange(TOKENS, dtype=torch.int32)[None, None], 64, 512
+
+    def whole() -> Tensor:
+        apart = rows[0, 0][:, None] - rows[0, 0]
+        mask = (apart >= 0) & (apart < window)
+        return mask.view(TOKENS // block, block, TOKENS // block, block).any(3).any(1).nonzero()
+
+    def lists() -> None:
+        for _ in range(20):
+            reach(rows, rows, rows, rows, 0, window, block, block)
+
+    return lists, whole
+
+
+def memory(name: str, **fields: Any) -> Any:
+    """A memory of streams, opened as a session opens one, on made-up keys."""
+    policy: Any = Recipe.load(kv={"name": name, **fields}).kv
+    assert isinstance(policy, StreamPolicy)
+    head, tokens = contract.HEAD, contract.TOKENS
+    positions = PositionIds(
+        torch.arange(head)[None],
+        head + torch.arange(tokens)[None],
+        lambda n: tokens * torch.arange(n),
+        head + tokens,
+        tokens,
+        10**6,
+    )
+    stream = Stream(unit=tokens, head=head, pace=1, places=positions, dtype=torch.float32)
+    model: Any = contract.Wheel()
+    state = policy.stream(stream, contract.GEOMETRY, model, torch.device("cpu"))
+    run(state, StreamPass(kind="head", rows=head))
+    return state
+
+
+def run(state: Any, stream_pass: StreamPass, seed: int = 0) -> None:
+    """One pass through all layers."""
+    generator = torch.Generator().manual_seed(seed)
+    size, rows = contract.SIZE, stream_pass.rows
+    state.begin_pass(stream_pass)
+    for index in range(contract.LAYERS):
+        query, key, value = (
+            torch.randn(1, heads, rows, size, generator=generator)
+            for heads in (contract.HEADS, contract.GROUPS, contract.GROUPS)
+        )
+        state.ahead(index, query.transpose(1, 2).flatten(2))
+        state.append(index, key, value)
+        state.view(index, query)
+    state.end_pass()
+
+
+def watch(state: Any, units: int) -> None:
+    """So many units, eight a pass; they come in runs of one scene."""
+    end = state.units() + units
+    scenes = torch.randn(64, contract.GEOMETRY.hidden, generator=torch.Generator().manual_seed(1))
+    while (first := state.units()) < end:
+        count = state.fit(first, min(8, end - first))
+        look = scenes[torch.arange(first, first + count) // 12 % 64]
+        times = tuple(float(t) for t in range(first, first + count))
+        rows = count * contract.TOKENS
+        run(
+            state,
+            StreamPass(kind="units", rows=rows, first=first, count=count, times=times, look=look),
+            seed=first,
+        )
+    state.idle()
+
+
+def clustering() -> Pair:
+    """Units taken into clusters as they come, beside a memory that keeps each by itself."""
+
+    def kept(name: str, **fields: Any) -> None:
+        state = memory(name, **fields)
+        watch(state, 160)
+        state.close()
+
+    return lambda: kept("mosaic", encode_frames=0), lambda: kept("rekv", encode_frames=0)
+
+
+def retrieval(name: str) -> Pair:
+    """The passes of a question on a memory, beside the attention of its rows to all that was watched."""
+    units, rows = 480, 8
+    state = memory(name, frames=16)
+    watch(state, units)
+    columns = units * contract.TOKENS
+    key, value = torch.randn(2, 1, contract.GROUPS, columns, contract.SIZE)
+    query = torch.randn(1, contract.HEADS, columns, contract.SIZE)
+
+    def ask() -> None:
+        with state.question_scope():
+            run(state, StreamPass(kind="question", rows=rows, words=(1, rows), room=2))
+
+    return ask, lambda: dense_attend(query, key, value, contract.SIZE**-0.5)
+
+
+def acceptance() -> Pair:
+    """A sampled proposal of eight tokens judged at once, beside the rule written token by token."""
+    torch.manual_seed(0)
+    n, vocab = 8, 16_384
+    logits = torch.randn(n + 1, vocab)
+    q = logits[:n].add(0.3 * torch.randn(n, vocab)).softmax(-1)
+    ids = q.multinomial(1)[:, 0]
+    generator = torch.Generator().manual_seed(0)
+
+    def warp(_: Tensor, row: Tensor) -> Tensor:
+        return row.softmax(-1)
+
+    def one_by_one() -> None:
+        for _ in range(10):
+            for i in range(n):
+                p = warp(ids, logits[i])
+                drawn = torch.rand(1, generator=generator)
+                left = (p - q[i]).clamp_min(0)
+                if drawn * q[i, ids[i]] >= p[ids[i]] and left.sum() > 0:
+                    left.multinomial(1, generator=generator)
+
+    def at_once() -> None:
+        for _ in range(10):
+            accept(Proposal(ids, q=q), logits, ids, warp, generator)
+
+    return at_once, one_by_one
+
+
+def acceptance_of_trees() -> Pair:
+    """Greedy trees of 15 tokens, beside their branches judged one after the other."""
+    torch.manual_seed(0)
+    parents = torch.tensor([-1, 0, 1, 2, 3, 0, 1, 2, -1, 8, 9, -1, 11, 12, 13])
+    logits = torch.randn(16, 4096)
+    best = logits.argmax(-1)
+    ids = torch.where(torch.arange(15) % 3 > 0, best[parents + 1], 0)
+    branches = [[0, 1, 2, 3, 4], [0, 5], [0, 1, 6], [0, 1, 2, 7], [8, 9, 10], [11, 12, 13, 14]]
+
+    def each() -> None:
+        for _ in range(20):
+            for branch in branches:
+                chain = torch.tensor(branch)
+                accept(Proposal(ids[chain]), logits[torch.cat([torch.zeros(1).long(), chain + 1])], ids)
+
+    def tree() -> None:
+        for _ in range(20):
+            accept_tree(Proposal(ids, parents=parents), logits, ids)
+
+    return tree, each
+
+
+@functools.cache
+def model() -> Any:
+    """A trained tiny model, and a prompt of a video for it."""
+    from mmaccel_lab.world import World, render
+
+    plain, processor = (
+        mmaccel.load_model("tiny-qwen", dtype=torch.float32),
+        mmaccel.load_processor("tiny-qwen"),
+    )
+    table = World.generate(3, 16).table()
+    return plain, processor, render({name: rows[:16] for name, rows in table.items()}, 42, 70)
+
+
+def generation(recipe: str | dict[str, Any]) -> Pair:
+    """`generate` under a recipe, attach and detach counted, beside the plain model's."""
+    plain, processor, film = model()
+    text = "<|vision_start|><|video_pad|><|vision_end|> what colour was the star ?"
+    inputs = processor(text, videos=film, fps=2.0)
+
+    def generate() -> Any:
+        return plain.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+
+    def accelerated() -> None:
+        with mmaccel.accelerate(plain, recipe):
+            generate()
+
+    return accelerated, generate
+
+
+def session() -> Pair:
+    """A session that watches and answers, beside one that keeps nothing and sees all frames at each question."""
+    plain, processor, film = model()
+
+    def stream(kv: dict[str, Any]) -> None:
+        with mmaccel.VideoSession(plain, processor, None, kv=kv) as live:
+            live.watch(film, fps=2.0)
+            live.ask("what colour was the star ?", max_new_tokens=2)
+
+    mosaic = {"name": "mosaic", "frames": 4, "window": 4, "local": 2}
+    return lambda: stream(mosaic), lambda: stream({"name": "no_cache", "frames": 16})
+
+
+CASES: dict[str, Callable[[], Pair]] = {
+    **{f"planning {name}": functools.partial(planning, name) for name in PATTERNS},
+    **{f"attention {name}": functools.partial(attention, name) for name in PATTERNS},
+    "indices": indices,
+    "clustering": clustering,
+    "retrieval rekv": functools.partial(retrieval, "rekv"),
+    "retrieval mosaic": functools.partial(retrieval, "mosaic"),
+    "acceptance": acceptance,
+    "acceptance of trees": acceptance_of_trees,
+    "generate a_shape": functools.partial(generation, {"sparse": PATTERNS["a_shape"]}),
+    "generate prompt_lookup": functools.partial(generation, {"draft": "prompt_lookup"}),
+    "session mosaic": session,
+}
+
+
+def slowed(work: Callable[[], Any], times: float) -> Callable[[], None]:
+    """`work`, and then a wait on the CPU until it has taken so many times its time."""
+
+    def run() -> None:
+        began = time.process_time()
+        work()
+        taken = time.process_time() - began
+        while time.process_time() - began < times * taken:
+            pass
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.benchmark(timer=time.process_time)
+def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> None:
+    torch.set_num_threads(1)
+    path: Path = request.config.getoption("--ratios")
+    why, plant = request.config.getoption("--write"), request.config.getoption("--plant")
+    committed = json.loads(path.read_text()) if path.exists() else {}
+    assert why or name in committed, f"{name} has no committed ratio; run it with --write and the reason."
+    work, twin = CASES[name]()
+    of_twin: list[float] = []
+
+    def turn() -> None:
+        began = time.process_time()
+        twin()
+        of_twin.append(time.process_time() - began)
+
+    with torch.no_grad():
+        work(), turn()
+        began = time.process_time()
+        work(), turn()
+        block = min(max(LEAST, int(SECONDS / (time.process_time() - began))), MOST)
+        benchmark.pedantic(slowed(work, plant), setup=turn, rounds=BLOCKS * block, warmup_rounds=1)
+    each = [own / other for own, other in zip(benchmark.stats.stats.data, of_twin[3:], strict=True)]
+    ratio = min(statistics.median(each[i * block : (i + 1) * block]) for i in range(BLOCKS))
+    if why:
+        committed[name] = {"ratio": round(ratio, 4), "why": why}
+        write_whole(path, json.dumps(dict(sorted(committed.items())), indent=1) + "\n")
+    before = committed[name]["ratio"]
+    benchmark.extra_info.update(ratio=ratio, committed=before)
+    slower = ratio > LIMIT * before
+    said = f"{name} takes {ratio:.4f} of its twin's time; {before} is committed."
+    assert slower == (plant > 1), said if slower else f"{said} A slowdown of {plant} is not caught."

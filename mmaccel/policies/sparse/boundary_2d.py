@@ -82,7 +82,7 @@ class Boundary(RegionPattern):
             made = pattern.cached_parts(region)
             apart = [p for p in made if p.q_row is not region.q_row]
             parts += [replace(p, merge_group=number + p.merge_group) for p in apart]
-            number += max((p.merge_group + 1 for p in apart), default=0)
+            number += max([0, *(p.merge_group + 1 for p in apart)])
             spans += [s for p in made if p.q_row is region.q_row for s in p.spans]
         return parts if region is None or not spans else [*parts, region.part(spans, number)]
 

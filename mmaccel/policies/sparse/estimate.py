@@ -187,7 +187,7 @@ def _skewed(weight: Tensor) -> Tensor:
     """
     B, h, L, n = weight.shape
     weight = weight.contiguous()
-    near = weight.as_strided((B, h, L, n - L + 1), (h * L * n, L * n, n + 1, 1), weight.storage_offset())
+    near = weight.as_strided((B, h, L, n - L + 1), (h * L * n, L * n, n + 1, 1))
     found = weight.new_zeros(B, h, n)
     found[..., : n - L + 1] = near.sum(2).flip(-1)
     # The first L - 1 keys are on further diagonals, of some of the queries each.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.backends import select
@@ -105,9 +106,20 @@ def test_heads_that_lie_apart_are_put_together_without_reads() -> None:
         whole()
 
 
-@pytest.mark.parametrize("name", ["a_shape", "tri_shape", "block_topk"])
-def test_planning_and_attention_are_one_graph(name: str) -> None:
+TRACED = ("a_shape", "vertical_slash", "block_topk", "grid", "boundary_2d", "per_head")
+"""Of each way of planning one, in the fast tests; all go through inductor in the slow ones."""
+
+
+@pytest.mark.parametrize(
+    "backend, name",
+    [
+        *(("eager", name) for name in TRACED),
+        *(pytest.param("inductor", name, marks=pytest.mark.slow) for name in CASES if name != "dense"),
+    ],
+)
+def test_planning_and_attention_are_one_graph(backend: str, name: str) -> None:
     """Once the host knows the layout: nothing of a plan, nor the packing of its parts, breaks the graph."""
+    torch._dynamo.reset()
     pattern, layout, kernel = small(name), SCENE.layout(), select.get("reference", "cpu")
     tensors = SCENE.tensors(torch.float32)
 
@@ -116,6 +128,8 @@ def test_planning_and_attention_are_one_graph(name: str) -> None:
         assert plan is not None
         return attend_plan(plan, query, key, value, 0.25, kernel)[0]
 
-    want = layer(*tensors)
-    got = torch.compile(layer, backend="eager", fullgraph=True)(*tensors)
+    want, counter = layer(*tensors), CompileCounterWithBackend(backend)
+    got = torch.compile(layer, backend=counter, fullgraph=True)(*tensors)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

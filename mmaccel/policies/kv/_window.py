@@ -6,16 +6,17 @@ Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView
-from mmaccel.core.errors import RecipeError, check_choice, check_least
-from mmaccel.core.kv import CacheSlot, Seen, StreamPass, StreamPolicy
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import ModelError, RecipeError, check_choice, check_least
+from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.positions import PositionIds
 
 Pair = tuple[Tensor, Tensor]
@@ -139,6 +140,68 @@ class Rope:
     def apply_(self, x: Tensor, angles: Angles) -> None:
         """`apply` in place."""
         self._model.turn_(x, angles)
+
+
+class PassState(StreamState):
+    """What all memories of keys have in common: the pass under way, and the columns that there are.
+
+    A stream has `_headed` columns of the head, `_count` units, and inside a question `_extra` columns of it and its answer,
+    behind `_pending` rows of units yet to come.
+    """
+
+    def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
+        self.stream, self.geometry, self.device = stream, geometry, device
+        self.rope = Rope(model, stream.dtype)
+        self._piece: StreamPass | None = None
+        self._new: dict[int, Pair] = {}
+        self._headed = self._count = self._extra = self._pending = 0
+
+    def _cut(self, columns: int) -> None:
+        """Keep the first `columns` columns of each layer, as far as it has them."""
+
+    def begin_pass(self, piece: StreamPass) -> None:
+        self._piece = piece
+        self.rope.forget()
+        if piece.kind == "question":
+            self._pending = piece.pending
+
+    @torch.no_grad()
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self._new[layer] = key, value
+
+    def _appended(self, layer: int) -> tuple[StreamPass, Tensor, Tensor]:
+        """The pass, and the raw keys and values that a layer appended."""
+        if self._piece is None or layer not in self._new:
+            raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
+        return self._piece, *self._new[layer]
+
+    def _break_off(self) -> None:
+        self._piece = None
+        self._new.clear()
+
+    def _forget_question(self) -> None:
+        self._break_off()
+        self._extra = self._pending = 0
+        self._cut(self.length())
+
+    @contextmanager
+    def question_scope(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._forget_question()
+
+    def units(self) -> int:
+        return self._count
+
+    def length(self) -> int:
+        return self._headed + self._count * self.stream.unit + self._extra
+
+    def truncate(self, length: int) -> None:
+        if not 0 <= self.length() - length <= self._extra:
+            raise ModelError(f"kv: the stream has {self.length()} columns; it cannot be cut to {length}.")
+        self._extra -= self.length() - length
+        self._cut(length)
 
 
 def words_of(piece: StreamPass) -> tuple[int, int]:

@@ -5,8 +5,6 @@ Letters: G key/value heads, D head size, P tokens a unit, n columns of a pass. K
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ from torch import Tensor
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, StreamState, grow_buffer
-from mmaccel.policies.kv._window import Asked, Bases, Look, Pair, Ring, Rope, Rows, mean_query, weigh
+from mmaccel.core.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, grow_buffer
+from mmaccel.policies.kv._window import Asked, Bases, Look, Pair, PassState, Ring, Rows, mean_query, weigh
 
 
-class StreamMemory(StreamState):
+class StreamMemory(PassState):
     """The base of windowed memories; subclasses archive what leaves the window and say what a question recalls.
 
     New units see the head, the last ``window * P`` columns, their own included, and nothing else; so what a chunk gives does
@@ -44,20 +42,18 @@ class StreamMemory(StreamState):
         local: int,
         positions: str = "compact",
     ) -> None:
-        self.stream, self.geometry, self.device = stream, geometry, device
+        super().__init__(stream, geometry, model, device)
         self.window, self.local, self.compact = window, local, positions == "compact"
         self._always = self.compact
-        self.rope = Rope(model, stream.dtype)
         self.bases = Bases(stream.places, window)
         self._heads: list[Ring | None] = [None] * geometry.layers
         self._rings: list[Ring | None] = [None] * geometry.layers
-        # Of the pass: what layers appended, and its keys turned.
-        self._new, self._fresh = dict[int, Pair](), dict[int, Tensor]()
+        # What layers appended in the pass, its keys turned.
+        self._fresh: dict[int, Tensor] = {}
         self._asked: dict[int, Asked] = {}
         # On a device what a question sees lies where it lay for the one before.
         self._kept, self._keeps = dict[int, Pair](), device.type == "cuda"
-        self._piece: StreamPass | None = None
-        self._count = self._first = self._base = self._extra = self._pending = 0
+        self._first = self._base = 0
         self._looks: dict[int, Look] = {}
         self._rows = Rows()
 
@@ -92,8 +88,7 @@ class StreamMemory(StreamState):
     # The way of a pass.
 
     def begin_pass(self, piece: StreamPass) -> None:
-        self._piece = piece
-        self.rope.forget()
+        super().begin_pass(piece)
         if piece.kind == "units":
             if (base := self.bases.of(piece.first)) != self._base:
                 self._base = base
@@ -101,7 +96,7 @@ class StreamMemory(StreamState):
         elif piece.kind != "answer":
             self.compact = self._closed(piece)
         if piece.kind == "question":
-            self._looks, self._pending = {}, piece.pending
+            self._looks = {}
             self._rows.begin(piece)
 
     def set_query_fields(self, policy: Any) -> None:
@@ -122,26 +117,21 @@ class StreamMemory(StreamState):
         return min(self.local, self._count - self._first)
 
     @torch.no_grad()
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self._new[layer] = (key, value)
-
-    @torch.no_grad()
     def view(self, layer: int, query: Tensor) -> KVView:
-        piece, new = self._piece, self._new.get(layer)
-        if piece is None or new is None:
-            raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
+        piece, key, value = self._appended(layer)
         if piece.kind == "head":
             angles = self.rope.at("head", self.stream.places.head)
-            self._fresh[layer] = self.rope.apply(new[0], angles)
-            return KVView(self._fresh[layer], new[1], query=self.rope.apply(query, angles))
+            self._fresh[layer] = self.rope.apply(key, angles)
+            return KVView(self._fresh[layer], value, query=self.rope.apply(query, angles))
         show = self._encode if piece.kind == "units" else self._answer
-        return show(layer, query, piece, *new)
+        return show(layer, query, piece, key, value)
 
     def end_pass(self) -> None:
         piece = self._piece
         if piece is None:
             return
         if piece.kind == "head":
+            self._headed = self.stream.head
             for layer, (key, value) in self._new.items():
                 self._heads[layer] = Ring(key, self._fresh[layer], value)
         elif piece.kind == "units":
@@ -155,9 +145,13 @@ class StreamMemory(StreamState):
         self._break_off()
 
     def _break_off(self) -> None:
-        self._piece = None
-        self._new.clear()
+        super()._break_off()
         self._fresh.clear()
+
+    def _forget_question(self) -> None:
+        super()._forget_question()
+        self._asked.clear()
+        self._rows.clear()
 
     def fit(self, first: int, count: int) -> int:
         return self.bases.same(first, count)
@@ -293,35 +287,9 @@ class StreamMemory(StreamState):
 
     # The stream as a whole.
 
-    def units(self) -> int:
-        return self._count
-
-    def length(self) -> int:
-        return self._headed + self._count * self.stream.unit + self._extra
-
-    @property
-    def _headed(self) -> int:
-        """Columns of the head, once it has been run."""
-        return self.stream.head if self._heads[0] else 0
-
     def held(self) -> int:
         asked = max((one.base for one in self._asked.values()), default=0)
         return self._headed + (self._count - self._first) * self.stream.unit + asked
-
-    def truncate(self, length: int) -> None:
-        if not 0 <= self.length() - length <= self._extra:
-            raise ModelError(f"kv: the stream has {self.length()} columns; it cannot be cut to {length}.")
-        self._extra -= self.length() - length
-
-    @contextmanager
-    def question_scope(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._extra = self._pending = 0
-            self._asked.clear()
-            self._rows.clear()
-            self._break_off()
 
     def checkpoint(self) -> Any:
         return self._count, self._first, self._base, list(self._heads), list(self._rings)
@@ -329,8 +297,8 @@ class StreamMemory(StreamState):
     def restore(self, mark: Any) -> None:
         self._count, self._first, self._base, heads, rings = mark
         self._heads, self._rings = list(heads), list(rings)
-        self._asked.clear()
-        self._break_off()
+        self._headed = self.stream.head if heads[0] else 0
+        self._forget_question()
         self._rewind(self._count, self._first)
 
     def reset(self) -> None:
@@ -394,6 +362,7 @@ class StreamMemory(StreamState):
             for layer in range(geometry.layers if name in columns else 0):
                 key, value = (found[f"{name}.{layer}.{side}"] for side in ("key", "value"))
                 rings[layer] = Ring(key, self.rope.apply(key, head) if name == "head" else key, value)
-        self._count, self._first, self._base = count, first, self.bases.of(max(count - 1, 0))
+        self._headed, self._count, self._first = stream.head, count, first
+        self._base = self.bases.of(max(count - 1, 0))
         self._turn_rings()
         self._load(folder)

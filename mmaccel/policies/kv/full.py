@@ -4,8 +4,6 @@ all of a stream at its true places (`offload`)."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,9 +14,9 @@ from torch import Tensor
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVState, KVView, Seen, Stream, StreamPass, StreamPolicy, StreamState, grow_buffer
+from mmaccel.core.kv import KVState, KVView, Seen, Stream, StreamPolicy, StreamState, grow_buffer
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._window import Pair, Rope
+from mmaccel.policies.kv._window import Pair, PassState
 
 FILE = 4096
 """Columns of a layer in one file of a saved stream."""
@@ -183,46 +181,22 @@ class FullState(LayeredState):
             buffer[:, :, start : start + path.numel()] = chosen
 
 
-class WholeStream(StreamState):
+class WholeStream(PassState):
     """Every query of a stream sees every column before it, as in the plain model; so how the stream is cut changes nothing.
 
     Subclasses keep turned keys and values: `_show` takes in those of a pass and gives all, `_cut` forgets the last.
     """
 
-    def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
-        self.stream, self.geometry, self.device = stream, geometry, device
-        self.rope = Rope(model, stream.dtype)
-        self._new: list[Pair | None] = [None] * geometry.layers
-        self._piece: StreamPass | None = None
-        self._headed = False
-        self._count = self._extra = self._pending = 0
-
     @abstractmethod
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         """Keep turned keys and values [1, G, n, D] of the pass; all of the layer, these last."""
 
-    @abstractmethod
-    def _cut(self, columns: int) -> None:
-        """Keep the first `columns` columns of each layer, as far as it has them."""
-
-    def begin_pass(self, piece: StreamPass) -> None:
-        self._piece = piece
-        self.rope.forget()
-        if piece.kind == "question":
-            self._pending = piece.pending
-
-    @torch.no_grad()
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self._new[layer] = (key, value)
-
     @torch.no_grad()
     def view(self, layer: int, query: Tensor) -> KVView:
-        new = self._new[layer]
-        if self._piece is None or new is None:
-            raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
+        _, key, value = self._appended(layer)
         angles = self.rope.at("pass", self._places)
-        key, value = self._show(layer, self.rope.apply(new[0], angles), new[1])
-        self._new[layer] = None
+        key, value = self._show(layer, self.rope.apply(key, angles), value)
+        del self._new[layer]
         return KVView(key, value, query=self.rope.apply(query, angles))
 
     def _places(self) -> Tensor:
@@ -239,51 +213,24 @@ class WholeStream(StreamState):
         if piece is None:
             return
         if piece.kind == "head":
-            self._headed = True
+            self._headed = self.stream.head
         elif piece.kind == "units":
             self._count += piece.count
         elif piece.kind == "proxy":
             self._cut(self.length())
         else:
             self._extra += piece.rows
-        self._piece = None
-
-    def units(self) -> int:
-        return self._count
-
-    def length(self) -> int:
-        return self._base() + self._extra
-
-    def _base(self) -> int:
-        return self.stream.head * self._headed + self._count * self.stream.unit
-
-    def truncate(self, length: int) -> None:
-        extra = length - self._base()
-        if not 0 <= extra <= self._extra:
-            raise ModelError(f"kv: the stream has {self.length()} columns; it cannot be cut to {length}.")
-        self._extra = extra
-        self._cut(length)
-
-    @contextmanager
-    def question_scope(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._extra = self._pending = 0
-            self._piece = None
-            self._cut(self._base())
+        self._break_off()
 
     def checkpoint(self) -> Any:
         return self._count, self._headed
 
     def restore(self, mark: Any) -> None:
         self._count, self._headed = mark
-        self._piece = None
-        self._extra = self._pending = 0
-        self._cut(self._base())
+        self._forget_question()
 
     def reset(self) -> None:
-        self.restore((0, False))
+        self.restore((0, 0))
 
     def evidence(self) -> dict[int, Seen]:
         """Every layer sees every unit."""
@@ -304,7 +251,7 @@ class WholeStream(StreamState):
             raise ModelError(
                 "state.json: it is of a stream with another head, or damaged; save the session again."
             )
-        self._count, self._headed = told["units"], True
+        self._count, self._headed = told["units"], self.stream.head
         self._load(folder)
 
     @abstractmethod
@@ -346,7 +293,7 @@ class FullStream(WholeStream):
                 checkpoint_io.write_tensors(folder / _file(layer, begin), tensors)
 
     def _load(self, folder: Path) -> None:
-        columns = self._base()
+        columns = self.length()
         for begin in range(0, columns, FILE):
             shape = (1, self.geometry.kv_heads, min(FILE, columns - begin), self.geometry.head_dim)
             wanted = dict.fromkeys(("key", "value"), (shape, self.stream.dtype))

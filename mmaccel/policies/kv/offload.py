@@ -82,7 +82,7 @@ class OffloadStream(WholeStream):
     def _cut(self, columns: int) -> None:
         if columns < self.stream.head:
             self._heads = [None] * len(self._heads)
-        if columns <= self._base():
+        if columns <= self.length() - self._extra:
             self._turns = [None] * len(self._turns)
         self.store.cut(max(0, columns - self.stream.head) // self.stream.unit)
 
@@ -104,7 +104,7 @@ class OffloadStream(WholeStream):
 
     def held(self) -> int:
         turn = max((pair[0].shape[2] for pair in self._turns if pair is not None), default=0)
-        return self.stream.head * self._headed + turn
+        return self._headed + turn
 
     def nbytes(self) -> int:
         pairs = [*self._heads, *self._turns]

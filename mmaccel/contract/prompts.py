@@ -32,9 +32,9 @@ def layout(rng: Random, length: int, batch: int = 1) -> TokenLayout:
     sequences = [_sequence(rng, length if b == 0 else rng.randint(length // 2, length)) for b in range(batch)]
     width = max(map(len, sequences))
     blank = (TEXT, -1, -1, -1, -1)
-    told = torch.tensor([[blank] * (width - len(one)) + one for one in sequences])
+    fields = torch.tensor([[blank] * (width - len(one)) + one for one in sequences])
     valid = torch.tensor([[False] * (width - len(one)) + [True] * len(one) for one in sequences])
-    tensors = dict(zip(FIELDS, told.unbind(-1), strict=True))
+    tensors = dict(zip(FIELDS, fields.unbind(-1), strict=True))
     return TokenLayout.build(tensors.pop("modality"), **tensors, valid=valid)
 
 
@@ -58,10 +58,10 @@ def signals_for(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | N
     """Random signals of the shapes a stage declares; attention rows add up to one, `asked` of them or the observers'."""
     g = torch.Generator().manual_seed(seed)
     S, asked = layout.length, observers(layout).numel() if asked is None else asked
-    told: dict[str, Tensor] = {
+    tensors: dict[str, Tensor] = {
         "hidden": torch.randn(max(len(stage.hidden), 1), S, 8, generator=g),
         "attention": torch.rand(max(len(stage.attention), 1), asked, S, generator=g).softmax(-1),
         "vision_attention": torch.rand(S, generator=g),
         "vision_key": torch.randn(S, 5, generator=g),
     }
-    return Signals(told)
+    return Signals(tensors)

@@ -19,30 +19,30 @@ def shown(value: Any, most: int = SHOWN) -> str:
     if most < 4:
         return "..."
     if isinstance(value, str | bytes):
-        told = repr(value[: most + 1])
+        text = repr(value[: most + 1])
     elif isinstance(value, int) and value.bit_length() > 3 * most:
-        told = f"a whole number of {value.bit_length()} bits"
+        text = f"a whole number of {value.bit_length()} bits"
     elif isinstance(value, dict | list | tuple | set | frozenset) and value:
-        told = _listed(value, most)
+        text = _listed(value, most)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        told = f"{type(value).__name__}(...)"
+        text = f"{type(value).__name__}(...)"
     else:
-        told = " ".join(repr(value).split())
-    return told if len(told) <= most + 2 else told[: most - 3] + "..."
+        text = " ".join(repr(value).split())
+    return text if len(text) <= most + 2 else text[: most - 3] + "..."
 
 
 def _listed(values: Collection[Any], most: int) -> str:
     begin, end = "[]" if isinstance(values, list) else "()" if isinstance(values, tuple) else "{}"
-    told = begin
+    text = begin
     for value in values:
-        left = most - len(told) - 1
+        left = most - len(text) - 1
         piece = shown(value, left)
         if isinstance(values, dict):
             piece += f": {shown(values[value], left - len(piece))}"
-        told += piece + ", "
-        if len(told) > most:
-            return told  # the caller cuts it; the values to come are not read
-    return told.removesuffix(" " if end == ")" and len(values) == 1 else ", ") + end
+        text += piece + ", "
+        if len(text) > most:
+            return text  # the caller cuts it; the values to come are not read
+    return text.removesuffix(" " if end == ")" and len(values) == 1 else ", ") + end
 
 
 class Field:
@@ -60,10 +60,10 @@ class Field:
         names = [f"{one}{self.sign}" for one in self.names]
         if options is not None:
             names = [options[one] for one in self.names if one in options]
-        told = " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+        text = " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
         if self.value is not None:
-            told += f"{' ' if options is not None else ''}{self.value}"
-        return self.within.format(told) if names else ""
+            text += f"{' ' if options is not None else ''}{self.value}"
+        return self.within.format(text) if names else ""
 
     def __repr__(self) -> str:
         return self.said()
@@ -135,14 +135,14 @@ class UnknownName(RecipeError):
         names = sorted(known)
         given, name = name, name[:SHOWN]  # a text of megabytes is like no name, and comparing it takes hours
         near = difflib.get_close_matches(name, [*names, *others], n=1, cutoff=0.55)
-        told = f"there are {', '.join(names) or 'none'}."
+        text = f"there are {', '.join(names) or 'none'}."
         if kinds is not None:
-            told = "`mmaccel list` has them all."
+            text = "`mmaccel list` has them all."
             if near:
                 same = ", ".join(one for one in names if kinds[one] == kinds[near[0]])
-                told = f"of kind {kinds[near[0]]} there are {same}; `mmaccel list` has the others."
+                text = f"of kind {kinds[near[0]]} there are {same}; `mmaccel list` has the others."
         of = ", of its index or of an earlier version" if near and near[0] not in names else ""
-        hint = f"did you mean {near[0]!r}{of}? {told[0].upper()}{told[1:]}" if near else told
+        hint = f"did you mean {near[0]!r}{of}? {text[0].upper()}{text[1:]}" if near else text
         hint = f"{hint[:-1]}; {OWN}." if own else hint
         super().__init__(f"unknown {kind} {shown(given)}: {hint}")
 
@@ -207,11 +207,11 @@ class VideoWarning(MmaccelWarning):
 
 def tell_kept(error: Exception, frames: int) -> None:
     """Add to an error that the `frames` before it were kept."""
-    told = f"the {frames} frames before it are kept"
+    text = f"the {frames} frames before it are kept"
     if isinstance(error, MmaccelError):
-        error.args = (f"{str(error).rstrip('.')}; {told}.",)
+        error.args = (f"{str(error).rstrip('.')}; {text}.",)
     else:
-        error.add_note(f"{told}.")
+        error.add_note(f"{text}.")
 
 
 OURS = ("mmaccel", "torch", "transformers", "contextlib", "functools")

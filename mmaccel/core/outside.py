@@ -39,14 +39,14 @@ Failure = type[MmaccelError]
 def regular(path: str | os.PathLike[str], what: str, failure: Failure, fix: str = "give a file") -> int:
     """The bytes of a regular file; raises `failure` for anything else at `path`, which is not opened."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError) as error:
         place = shown(os.path.abspath(path), PATH)[1:-1]
         raise failure(f"{what} cannot be read ({reason(error)}: {place}); {fix}.") from error
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise failure(f"{what} is {kind}, not a file; {fix}.")
-    return found.st_size
+    return status.st_size
 
 
 def read_text(
@@ -102,13 +102,13 @@ def read_json(
     if containers > CONTAINERS or text.count(",") + containers > NODES:
         raise failure(f"{what} holds too many values; {fix}.")
     try:
-        found = json.loads(text)
+        values = json.loads(text)
     except RecursionError as error:
         raise failure(f"{what} has more than {DEPTH} values nested in each other; {fix}.") from error
     except ValueError as error:
-        told = str(error) if isinstance(error, json.JSONDecodeError) else str(error).partition(": ")[0]
-        raise failure(f"{what} is not valid JSON ({told.rstrip('.').lower()}); {fix}.") from error
-    level = [found]  # walked without recursion
+        fault = str(error) if isinstance(error, json.JSONDecodeError) else str(error).partition(": ")[0]
+        raise failure(f"{what} is not valid JSON ({fault.rstrip('.').lower()}); {fix}.") from error
+    level = [values]  # walked without recursion
     for _ in range(DEPTH):
         if any(isinstance(one, int) and one.bit_length() > 64 for one in level):
             raise failure(f"{what} has a whole number of more than 64 bits; {fix}.")
@@ -118,7 +118,7 @@ def read_json(
         level = list(itertools.chain.from_iterable(lists))
     if level:
         raise failure(f"{what} has more than {DEPTH} values within each other; {fix}.")
-    return found
+    return values
 
 
 def read_yaml(text: str, what: str, failure: Failure = RecipeError) -> Any:
@@ -180,8 +180,8 @@ class _Limited(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    told = f"{shown(key.value)} is given twice, in lines {lines[key.value]} and {line}"
-                    raise yaml.YAMLError(f"{told}; leave one out")
+                    fault = f"{shown(key.value)} is given twice, in lines {lines[key.value]} and {line}"
+                    raise yaml.YAMLError(f"{fault}; leave one out")
                 lines[key.value] = line
         return super().construct_mapping(node, deep)
 
@@ -194,5 +194,5 @@ def reason(error: BaseException) -> str:
 
 
 def _clipped(error: Any, most: int = 200) -> str:
-    told = " ".join(str(error).split())
-    return told if len(told) <= most else told[: most - 3] + "..."
+    text = " ".join(str(error).split())
+    return text if len(text) <= most else text[: most - 3] + "..."

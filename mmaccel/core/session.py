@@ -251,12 +251,7 @@ class VideoSession:
         return self._live
 
     def _answer(
-        self,
-        question: str,
-        most: int,
-        evidence: bool,
-        deadline: Deadline,
-        put: Callable[[str], None] | None,
+        self, question: str, most: int, evidence: bool, deadline: Deadline, put: Callable[[str], None] | None
     ) -> Answer:
         try:
             with (

@@ -62,13 +62,8 @@ class StreamRunner:
         self._hidden = "hidden" in kv.needs
         self._warned = self._full = False
         fps = float(seam.pace) if info.timed and info.fps is None else info.fps
-        self.stream = Stream(
-            unit=info.unit,
-            head=seam.head().numel(),
-            pace=seam.pace,
-            places=seam.places(info.size, fps),
-            dtype=seam.dtype,
-        )
+        places, head = seam.places(info.size, fps), seam.head().numel()
+        self.stream = Stream(unit=info.unit, head=head, pace=seam.pace, places=places, dtype=seam.dtype)
         self.state = kv.stream(self.stream, seam.view.geometry, seam.view, seam.device)
 
     @classmethod
@@ -173,14 +168,10 @@ class StreamRunner:
             first = state.units()
             count = state.fit(first, total - done)
             part = features[done : done + count]
-            piece = StreamPass(
-                kind="units",
-                rows=count * info.unit,
-                first=first,
-                count=count,
-                times=tuple(info.shown(first, count) if times is None else times[done : done + count]),
-                look=part.float().mean(1) if "look" in self.kv.needs else None,
-            )
+            shown = tuple(info.shown(first, count) if times is None else times[done : done + count])
+            look = part.float().mean(1) if "look" in self.kv.needs else None
+            rows = count * info.unit
+            piece = StreamPass(kind="units", rows=rows, first=first, count=count, times=shown, look=look)
             self._pass(state, piece, part.flatten(0, 1))
             done += count
             if "proxy" in self.kv.needs:
@@ -283,11 +274,11 @@ class StreamRunner:
 
     def back(self, mark: Any) -> None:
         """As it was at `mark`."""
-        held, info, spans, times = mark
+        memory, info, spans, times = mark
         # The lists have only grown.
         del info.spans[spans:], info.times[times:]
         self.info = info
-        self.state.restore(held)
+        self.state.restore(memory)
 
 
 def _size(frames: Tensor) -> tuple[int, int]:

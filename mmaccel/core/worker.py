@@ -213,8 +213,8 @@ class Worker:
         self.ready: tuple[int, ...] = ()
         self._outbox = Outbox(self.wire.send)
         self._heard = time.monotonic()
-        held = os.getpid(), self.process, ours, self._errors, self._outbox
-        self.close = weakref.finalize(self, _end, *held)
+        resources = os.getpid(), self.process, ours, self._errors, self._outbox
+        self.close = weakref.finalize(self, _end, *resources)
 
     @property
     def alive(self) -> bool:

@@ -24,7 +24,6 @@ app.command("doctor")(doctor.doctor)
 
 
 def moved(context: typer.Context) -> None:
-    """Say that a command belongs to mmaccel-lab."""
     name = context.info_name
     raise MmaccelError(f"`mmaccel {name}` is now `mmaccel-lab {name}`; where that is missing, run {INSTALL}.")
 

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module, resources
 from typing import Annotated, Any
 
@@ -162,7 +163,6 @@ def _other(kind: str, name: str) -> str:
 
 SLOTS = {"sparse": "sparse", "kv": "memory (kv)", "draft": "draft", "prune": "prune"}
 YES = "yes"
-Cell = Callable[[str, str], str]
 
 
 def build(slot: str, name: str, **fields: Any) -> Any:
@@ -184,18 +184,15 @@ def verdict(works: Callable[[], object], names: Iterable[str] = ()) -> str:
     return YES
 
 
-def together(one: str, other: str) -> Cell:
-    """Whether two policies of these slots stand in one recipe, which then serves something."""
+def together(one: str, other: str, a: str, b: str) -> str:
+    """Whether policies `a` and `b` of two slots stand in one recipe, which then serves something."""
 
-    def cell(a: str, b: str) -> str:
-        def works() -> None:
-            recipe = Recipe(**{one: build(one, a), other: build(other, b)})
-            if YES not in (verdict(lambda: check_sequences(recipe)), verdict(lambda: stream_policy(recipe))):
-                stream_policy(recipe)
+    def works() -> None:
+        recipe = Recipe(**{one: build(one, a), other: build(other, b)})
+        if YES not in (verdict(lambda: check_sequences(recipe)), verdict(lambda: stream_policy(recipe))):
+            stream_policy(recipe)
 
-        return verdict(works, (a, b))
-
-    return cell
+    return verdict(works, (a, b))
 
 
 def inside(draft: str, prune: str) -> str:
@@ -206,44 +203,36 @@ def inside(draft: str, prune: str) -> str:
     return found.removeprefix(f"{draft}: ")
 
 
-def serves(slot: str) -> Cell:
-    """What a recipe with one policy, and all else as it is by itself, can serve."""
-
-    def cell(name: str, use: str) -> str:
-        recipe = Recipe(**{slot: build(slot, name)})
-        check: Callable[[Recipe], object] = check_sequences if use == "generate" else stream_policy
-        return verdict(lambda: check(recipe), (name,))
-
-    return cell
+def serves(slot: str, name: str, use: str) -> str:
+    """Whether a recipe with one policy, and all else as it is by itself, serves "generate" or a "VideoSession"."""
+    recipe = Recipe(**{slot: build(slot, name)})
+    check: Callable[[Recipe], object] = check_sequences if use == "generate" else stream_policy
+    return verdict(lambda: check(recipe), (name,))
 
 
 def markdown() -> str:
     """What composes with what: every two policies are put into a recipe; under each table the reasons that it numbers."""
-    parts = []
+    parts, names = [], {slot: list(registry(slot)) for slot in SLOTS}
+    names["prune"] = [name for name in registry("prune") if build("prune", name).stage != "draft"]
     for one, other in itertools.combinations(SLOTS, 2):
-        columns = [n for n in registry(other) if other != "prune" or build(other, n).stage != "draft"]
         title = f"{SLOTS[one]} beside {SLOTS[other]}"
-        parts.append(_table(title, list(registry(one)), columns, together(one, other)))
+        parts.append(_table(title, names[one], names[other], partial(together, one, other)))
     pruners = list(registry("prune"))
-    parts.append(_table("prune of a draft (inside draft)", list(registry("draft")), pruners, inside))
+    parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, inside))
     for slot, said in SLOTS.items():
-        names = [n for n in registry(slot) if slot != "prune" or build(slot, n).stage != "draft"]
-        parts.append(_table(f"what a {said} serves", names, ["generate", "VideoSession"], serves(slot)))
+        uses = ["generate", "VideoSession"]
+        parts.append(_table(f"what a {said} serves", names[slot], uses, partial(serves, slot)))
     return "\n\n".join(parts) + "\n"
 
 
-def _table(title: str, rows: list[str], columns: list[str], cell: Cell) -> str:
+def _table(title: str, rows: list[str], columns: list[str], cell: Callable[[str, str], str]) -> str:
     """One table; rows that are alike are one, and so are columns."""
     cells = {(a, b): cell(a, b) for a in rows for b in columns}
     across = _alike(columns, lambda b: tuple(cells[a, b] for a in rows))
     down = _alike(rows, lambda a: tuple(cells[a, b] for b in columns))
     reasons: list[str] = []
-    lines = [
-        f"### {title}",
-        "",
-        "| | " + " | ".join(map(_named, across)) + " |",
-        "| --- " * (1 + len(across)) + "|",
-    ]
+    head = f"| | {' | '.join(map(_named, across))} |"
+    lines = [f"### {title}", "", head, "| --- " * (1 + len(across)) + "|"]
     for group in down:
         marks = []
         for column in across:

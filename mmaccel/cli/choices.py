@@ -59,7 +59,6 @@ Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer.
 
 
 def takes(kind: str, name: str, field: str) -> bool:
-    """Whether a policy has a field."""
     return any(one.name == field for one in dataclasses.fields(registry(kind)[name]))
 
 

@@ -57,13 +57,19 @@ def examine() -> dict[str, Any]:
     # PyTorch warns of a driver that is too old or a device that it cannot use.
     problems += [_line(one.message) for one in heard if "CUDA" in str(one.message)]
     problems += _unmet("mmaccel") + _unmet("torch")
+    kernels = {}
+    for name, what in architectures.KERNELS.items():
+        kernels[what] = architectures.why_not(name, torch.device(device["type"]))
+        package = "flash-attn-4" if name == "flash" else DENSE.get(name, "triton")
+        if kernels[what] is None and versions[package] is None and name != "captured":
+            kernels[what] = f"{package} is not installed"
     broken, store = next((one for one in problems if one.startswith("av ")), None), Store()
     return {
         "problems": list(dict.fromkeys(problems)),
         "versions": versions,
         "device": device,
         "backends": _backends(device["type"], problems),
-        "kernels": _kernels(device["type"], versions),
+        "kernels": kernels,
         "video": {
             "PyAV": "it is not installed" if versions["av"] is None else broken,
             "NVDEC": "mmaccel decodes on the CPU",
@@ -160,17 +166,6 @@ def _backends(device: str, problems: list[str]) -> dict[str, dict[str, Any]]:
             reason = "measured for each model; the fastest serves"
         why = reason if auto else why
         found[name] = {"auto": auto, "why": why or f"{able[0]} comes before it"}
-    return found
-
-
-def _kernels(device: str, versions: dict[str, str | None]) -> dict[str, str | None]:
-    found = {}
-    for name, what in architectures.KERNELS.items():
-        why = architectures.why_not(name, torch.device(device))
-        package = "flash-attn-4" if name == "flash" else DENSE.get(name, "triton")
-        if why is None and versions[package] is None and name != "captured":
-            why = f"{package} is not installed"
-        found[what] = why
     return found
 
 

@@ -220,7 +220,6 @@ class Truth:
 
 
 def words(text: str) -> str:
-    """The words of a text, in small letters."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -290,7 +289,6 @@ def retrieved(
 
 
 def _lanes(found: dict[int, list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-    """The runs of each lane."""
     largest = sorted(found, key=lambda one: sum(a - b for a, b in found[one]))
     few = set(largest[: LANES if len(found) <= LANES else LANES - 1])
     lanes = [some for one, some in found.items() if one in few]

@@ -43,11 +43,6 @@ class Reading:
     fps: float
     gaps: str
 
-    @classmethod
-    def of(cls, video: str, follow: bool, fps: float, gaps: str) -> Reading:
-        """The reading of a file as it is now."""
-        return cls(os.path.abspath(video), None if follow else os.path.getsize(video), fps, gaps)
-
 
 @dataclass(frozen=True)
 class Point:

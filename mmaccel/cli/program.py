@@ -123,7 +123,6 @@ def program(name: str, purpose: str) -> typer.Typer:
     )
 
     def tell_version(asked: bool) -> None:
-        """Print the version and leave, where `--version` is given."""
         if asked:
             from mmaccel import __version__
 

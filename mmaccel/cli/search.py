@@ -25,7 +25,7 @@ from mmaccel.core.report import counted, share
 from mmaccel.core.rows import read_rows
 
 if TYPE_CHECKING:
-    from mmaccel.media import Video
+    pass
 
 REQUEST = "Describe the video."
 """What is asked of the sample unless told otherwise."""
@@ -65,7 +65,7 @@ def search(
     """
     from mmaccel.search import Settings
     from mmaccel.search import search as run
-    from mmaccel.search.algorithm import labels
+    from mmaccel.search.algorithm import labels, main_pattern
     from mmaccel.search.run import parts_of
     from mmaccel.search.space import KINDS
 
@@ -101,7 +101,18 @@ def search(
             message = f"the costs and {layers} are kept in {parts}; {goes_on}"
         print(f"stopped: {message}.", file=sys.stderr)
         raise Exit(INTERRUPTED) from None
-    facts = summary(table)
+    every = [head for layer in table["layers"] for head in layer]
+    facts = {
+        "layers": len(table["layers"]),
+        "heads": len(every),
+        "tokens": table["sample"]["tokens"],
+        "patterns": dict(Counter(main_pattern(head["pattern"]) for head in every).most_common()),
+        "boundaries": dict(Counter(head["kind"] for head in every).most_common()),
+        "kept": sum(head["share"] for head in every) / len(every),
+        "error": sum(head["score"] for head in every) / len(every),
+        "seconds": table["seconds"],
+        "peak_bytes": table["peak_bytes"],
+    }
     if as_json:
         print_json({"out": str(output), **facts})
         return
@@ -115,26 +126,7 @@ def search(
     )
 
 
-def summary(table: dict[str, Any]) -> dict[str, Any]:
-    """What there is to say about a table in a few figures."""
-    from mmaccel.search.algorithm import main_pattern
-
-    heads = [head for layer in table["layers"] for head in layer]
-    return {
-        "layers": len(table["layers"]),
-        "heads": len(heads),
-        "tokens": table["sample"]["tokens"],
-        "patterns": dict(Counter(main_pattern(head["pattern"]) for head in heads).most_common()),
-        "boundaries": dict(Counter(head["kind"] for head in heads).most_common()),
-        "kept": sum(head["share"] for head in heads) / len(heads),
-        "error": sum(head["score"] for head in heads) / len(heads),
-        "seconds": table["seconds"],
-        "peak_bytes": table["peak_bytes"],
-    }
-
-
 def check_videos(videos: Sequence[str] | None) -> None:
-    """Raise `RecipeError` where a sample has no video."""
     if not videos:
         raise RecipeError("--video: name at least one video file of the sample.")
 
@@ -165,13 +157,9 @@ def sample(
         if tokens <= most:
             told = {"videos": [Path(path).name for path in videos], "text": [one for one in asked if one]}
             return inputs, told
-        seen = [_fewer(one, most / tokens) for one in seen]
+        for n, one in enumerate(seen):
+            # Evenly spaced frames, of which there are fewer each time.
+            count = max(1, min(int(len(one) * (most / tokens) * 0.99), len(one) - 1))
+            chosen = torch.linspace(0, len(one) - 1, count).round().long()
+            seen[n] = replace(one.at(chosen), fps=one.fps * count / len(one))
     raise ModelError(f"--max-tokens: {most} tokens hold no frame of each video; give more, or fewer videos.")
-
-
-def _fewer(video: Video, share: float) -> Video:
-    """Evenly spaced frames of a video, about `share` of them and fewer than there are."""
-    count = max(1, min(int(len(video) * share * 0.99), len(video) - 1))
-    chosen = torch.linspace(0, len(video) - 1, count).round().long()
-    fps = video.fps * count / len(video)
-    return replace(video.at(chosen), fps=fps)

@@ -94,7 +94,8 @@ def watch(
             # What is live runs away while a model is loaded, and cannot be gone on with.
             live = format is not None or is_url(video)
             if not live and os.path.isfile(video):
-                reading = Reading.of(video, follow, fps, gaps)
+                size = None if follow else os.path.getsize(video)
+                reading = Reading(os.path.abspath(video), size, fps, gaps)
                 point = point_of(load, reading) if load is not None else None
             how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format, "gaps": gaps}
             start = 0.0 if point is None else point.until
@@ -240,7 +241,6 @@ class Watching:
             self.left.remove((at, text))
 
     def typed(self, texts: Iterable[str]) -> None:
-        """Answer what is typed."""
         for text in texts:
             self.told.append(self.ask(text))
 

@@ -20,7 +20,6 @@ LONGEST_MS = 2**31 - 1
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether it is an address."""
     return "://" in os.fspath(path)
 
 
@@ -87,7 +86,6 @@ def why_not_open(name: str, error: Exception) -> tuple[str | Field, ...]:
 
 
 def is_pipe(name: str) -> bool:
-    """Whether `name` is a named pipe."""
     try:
         return stat.S_ISFIFO(os.stat(name).st_mode)
     except (OSError, ValueError):

@@ -95,7 +95,6 @@ class Log:
         self._last: dict[str, int] = {}
 
     def add(self, kind: EventKind, time: float, seconds: float) -> None:
-        """Note an event."""
         place = self._last.get(kind)
         if place is not None and kind in ("gap", "untimed"):
             last = self._events[place]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers.integrations import flash_attention
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel.core.errors import MmaccelWarning, ModelError
@@ -189,7 +188,7 @@ def test_threads_with_a_session_each_get_what_they_get_alone() -> None:
         assert ours is not None and ours[1] == want[1] and torch.allclose(ours[0], want[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("own", ["sdpa", "eager", "flash_attention_2", "noting"])
+@pytest.mark.parametrize("own", ["sdpa", "eager", "flash_attention_2"])
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(
     name: str, own: str, monkeypatch: pytest.MonkeyPatch
@@ -206,10 +205,10 @@ def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(
 
     def noting(module: Any, *args: Any, **kwargs: Any) -> Any:
         module.noted = threading.get_ident()
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *args, **kwargs)
+        return sdpa(module, *args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "noting", noting)
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "noting", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", noting)
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", flash)
     monkeypatch.setattr(model.model.language_model.config, "_attn_implementation", own)
     tokens = processor.tokenizer(
@@ -244,7 +243,7 @@ def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(
         assert len(found) == 1 and torch.equal(found[0], alone) and torch.equal(ours, logits(twin))
         assert asked == want
     text = model.model.language_model
-    assert own != "noting" or text.layers[1].self_attn.noted != me
+    assert own != "sdpa" or text.layers[1].self_attn.noted != me
     assert all(layer.self_attn.config is text.config for layer in text.layers)
     assert not hasattr(text.config, PLAIN) and text.config._attn_implementation == own
 

@@ -49,7 +49,8 @@ def attention(
     if not isinstance(attention_mask, ForwardPass | PackedPass):
         return _plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     weights = None
-    if kwargs.get("output_attentions") and not attention_mask.stream:
+    packed = isinstance(attention_mask, PackedPass)
+    if kwargs.get("output_attentions") and (packed or not attention_mask.stream):
         attention_mask, weights = with_weights(attention_mask)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -93,16 +94,8 @@ class OneWay(torch.autograd.Function):
     """The attention where gradients are on; the backward pass raises one sentence."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        run: ForwardPass | PackedPass,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-    ) -> Tensor:
-        return run.attend(layer, query, key, value, scale)
+    def forward(ctx: Any, run: ForwardPass | PackedPass, *given: Any) -> Tensor:
+        return run.attend(*given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -318,11 +311,6 @@ class PackedPass:
                 runs.append((b, columns, replace(run, layout=layout, listed={})))
                 begin += size
         return cls(tuple(runs))
-
-    @property
-    def stream(self) -> bool:
-        """See `ForwardPass`."""
-        return False
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[B, H, S, D]: attention of query [B, H, S, D] to key and value [B, G, S, D], within each sequence."""

@@ -54,27 +54,26 @@ class ProcessorStyle:
 
 def patch_images(pixels: Pixels, extra: Extra, batch: Batch, where: Where) -> Made:
     """Qwen-VL: patches of all images in a row, and their grids."""
-    from mmaccel.media.preprocess import to_patches
-
-    images = [image for row in batch for image in row]
-    made = [to_patches(image[None], pixels, video=False, **where) for image in images]
-    return _patches(made, pixels, "pixel_values", "image_grid_thw")
+    images = [image[None] for row in batch for image in row]
+    return _patches(images, pixels, where, ("pixel_values", "image_grid_thw"), video=False)
 
 
 def patch_videos(pixels: Pixels, extra: Extra, videos: list[Tensor], where: Where) -> Made:
     """Qwen-VL: patches of all videos in a row, and their grids."""
+    return _patches(videos, pixels, where, ("pixel_values_videos", "video_grid_thw"), video=True)
+
+
+def _patches(
+    visuals: list[Tensor], pixels: Pixels, where: Where, names: tuple[str, str], video: bool
+) -> Made:
     from mmaccel.media.preprocess import to_patches
 
-    made = [to_patches(frames, pixels, **where) for frames in videos]
-    return _patches(made, pixels, "pixel_values_videos", "video_grid_thw")
-
-
-def _patches(made: list[tuple[Tensor, tuple[int, int, int]]], pixels: Pixels, values: str, grid: str) -> Made:
+    made = [to_patches(frames, pixels, video=video, **where) for frames in visuals]
     grids = torch.tensor([shape for _, shape in made], dtype=torch.long)
     merged = (pixels.merge_size or 1) ** 2
     # A single video of gigabytes is not copied.
     whole = made[0][0] if len(made) == 1 else torch.cat([patches for patches, _ in made])
-    return {values: whole, grid: grids}, [math.prod(shape) // merged for _, shape in made]
+    return {names[0]: whole, names[1]: grids}, [math.prod(shape) // merged for _, shape in made]
 
 
 def tile_images(pixels: Pixels, extra: Extra, batch: Batch, where: Where) -> Made:
@@ -84,19 +83,14 @@ def tile_images(pixels: Pixels, extra: Extra, batch: Batch, where: Where) -> Mad
     per_tile = _tokens_per_tile(extra)
     less = 1 if extra.get("vision_feature_select_strategy") == "default" else 0
     most = int("".join(filter(str.isdigit, extra.get("vision_aspect_ratio", "anyres_max_9"))))
-    tiled, counts = [], []
-    for row in batch:
-        for image in row:
-            alone = len(row) == 1
-            tiles = (to_tiles if alone else to_square)(image, pixels, **where)
-            size = (int(image.shape[1]), int(image.shape[2]))
-            tile = (int(tiles.shape[2]), int(tiles.shape[3]))
-            side = math.isqrt(per_tile)
-            tokens = (
-                anyres_tokens(pixels, side, tile, size, most) + per_tile - side**2 if alone else per_tile + 1
-            )
-            tiled.append(tiles)
-            counts.append(tokens - less)
+    side, tiled, counts = math.isqrt(per_tile), [], []
+    for image, alone in [(image, len(row) == 1) for row in batch for image in row]:
+        tiles = (to_tiles if alone else to_square)(image, pixels, **where)
+        height, width = image.shape[1:]
+        tile = (int(tiles.shape[2]), int(tiles.shape[3]))
+        finer = anyres_tokens(pixels, side, tile, (height, width), most) - side**2 if alone else 1
+        tiled.append(tiles)
+        counts.append(per_tile + finer - less)
     longest = max(len(tiles) for tiles in tiled)
     padded = [torch.nn.functional.pad(tiles, (0, 0, 0, 0, 0, 0, 0, longest - len(tiles))) for tiles in tiled]
     sizes = torch.tensor([image.shape[1:] for row in batch for image in row])
@@ -110,9 +104,9 @@ def frame_videos(pixels: Pixels, extra: Extra, videos: list[Tensor], where: Wher
 
     lengths = sorted({len(frames) for frames in videos})
     if len(lengths) > 1:
-        told = " and ".join(map(str, lengths))
+        several = " and ".join(map(str, lengths))
         raise ModelError(
-            f"videos of {told} frames make no batch on this model: give frames={lengths[0]}, so many of each."
+            f"videos of {several} frames make no batch on this model: give frames={lengths[0]}, so many of each."
         )
     pooled = math.ceil(math.isqrt(_tokens_per_tile(extra)) / 2)
     made = [to_frames(frames, pixels, **where) for frames in videos]

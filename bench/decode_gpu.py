@@ -196,7 +196,7 @@ def prefill_part(bench: Bench) -> Iterator[Step]:
 def lossy_part(bench: Bench) -> Iterator[Step]:
     """The whole shape, on its own: other parts have one layer of vision."""
     given = bench.given
-    names = [None, *(name for name, kind in registry("prune").items() if kind.lossy)]
+    names = [None, *(name for name, kind in registry("prune").items() if kind.stage != "draft")]
     build = {"layers": given.layers, "vision_layers": given.layers, "dtype": torch.bfloat16}
     models: list[torch.nn.Module] = []
 

@@ -135,10 +135,6 @@ def check_draft(strategy: DraftStrategy) -> None:
         f"{who}: needs is {sorted(needs)}; give some of 'memory', 'prompt' and 'rollback'.",
     )
     promise(
-        strategy.place in ("same", "stream", "process"),
-        f"{who}: place is {strategy.place!r}; give 'same', 'stream' or 'process'.",
-    )
-    promise(
         lookback >= 0 and (lookback > 0) == ("rollback" in needs),
         f"{who}: lookback is {lookback} and needs {sorted(needs)}; name 'rollback' in needs where lookback is more than 0, "
         "and there alone.",

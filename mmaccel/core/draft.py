@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -184,7 +184,6 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns,
             "memory" that it holds every column of an accelerated model, for the draft to read; "prompt" asks for the
             prompt's own inputs, pixels included, which a stream has not
-    place   where it runs: in line ("same"), on a second stream of the device ("stream"), in a second process ("process")
 
     in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
@@ -192,7 +191,6 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     active: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
-    place: ClassVar[Literal["same", "stream", "process"]] = "same"
 
     in_batches: str = "measured"
 

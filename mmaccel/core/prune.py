@@ -71,9 +71,8 @@ class TokenPruner(Policy, ABC, kind="prune"):
     """Chooses the columns to keep, from signals it declares. Text and marks (such as LLaVA's newline) always stay.
 
     stage   whose columns go: those of the target before its language model ("frames") or between its layers ("layer"), or
-            those of a "draft"'s prompt, by signals of the target
+            those of a "draft"'s prompt, by signals of the target, whose own output then stays as it is
     needs   names of `SIGNALS` it reads
-    lossy   whether the target's own output may change
     prunes  the modalities it prunes: images, videos or both; tokens of others stay
 
     compact  number the kept tokens anew, 0, 1, 2, ... on every rotary axis; otherwise each keeps its own position, so that
@@ -82,7 +81,6 @@ class TokenPruner(Policy, ABC, kind="prune"):
 
     stage: ClassVar[Literal["frames", "layer", "draft"]]
     needs: ClassVar[frozenset[str]] = frozenset()
-    lossy: ClassVar[bool] = False
     prunes: ClassVar[frozenset[int]] = frozenset({IMAGE, VIDEO})
 
     compact: bool = False

@@ -185,7 +185,6 @@ class Half(TokenPruner):
 
     name: ClassVar[str] = "half"
     stage: ClassVar = "layer"
-    lossy: ClassVar[bool] = True
     at: ClassVar[Stage] = Stage(1)
 
     def stages(self, depth: int) -> tuple[Stage, ...]:

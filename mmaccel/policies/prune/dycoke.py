@@ -33,7 +33,6 @@ class DyCoke(TokenPruner):
 
     stage: ClassVar = "frames"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
-    lossy: ClassVar[bool] = True
     prunes: ClassVar[frozenset[int]] = frozenset({VIDEO})
 
     drop: float = 0.7

@@ -25,7 +25,6 @@ class FastV(ScorePruner):
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    lossy: ClassVar[bool] = True
 
     retention: float = 0.5
     layer: int = 2

@@ -29,7 +29,6 @@ class PyramidDrop(ScorePruner):
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    lossy: ClassVar[bool] = True
 
     retention: float = 0.5
     stages_at: tuple[float, ...] = (0.25, 0.5, 0.75)

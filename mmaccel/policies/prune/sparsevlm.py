@@ -53,7 +53,6 @@ class SparseVLM(TokenPruner):
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden", "attention"})
-    lossy: ClassVar[bool] = True
 
     retention: tuple[float, ...] = (300 / 576, 200 / 576, 110 / 576)
     layers: tuple[int, ...] | None = None

@@ -39,7 +39,6 @@ class VisionZip(TokenPruner):
 
     stage: ClassVar = "frames"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden", "vision_attention", "vision_key"})
-    lossy: ClassVar[bool] = True
 
     retention: float = 64 / 196
     contextual: float = 10 / 64

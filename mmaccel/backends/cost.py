@@ -97,23 +97,20 @@ class Costs:
 
 def bench(run: Callable[[], Any], device: torch.device) -> float:
     """The median of five runs after two that do not count; by events on CUDA."""
-    for _ in range(2):
-        run()
     taken: list[float] = []
-    if device.type != "cuda":
-        for _ in range(5):
+    for _ in range(7):
+        if device.type != "cuda":
             began = time.perf_counter()
             run()
             taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
-    for _ in range(5):
+            continue
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         run()
         end.record()
         torch.cuda.synchronize(device)
         taken.append(float(begin.elapsed_time(end)) / 1e3)
-    return statistics.median(taken)
+    return statistics.median(taken[2:])
 
 
 def measure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,27 +24,18 @@ PAIRS = 200 << 10
 """Bytes of shared memory from which two blocks of queries go together: earlier devices run out of registers."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """What a kernel is compiled for: keys of a tile, warps of a program, depth of the pipeline of loads."""
-
-    keys: int
-    warps: int
-    stages: int
-
-
 def config_for(
     rows: int, size: int, value_size: int, block_k: int, dtype: torch.dtype, shared: int
-) -> Config:
-    """The configuration for tiles of `rows` rows, with heads padded to `size`, in `shared` bytes of shared memory."""
+) -> tuple[int, int, int]:
+    """Keys of a tile, warps of a program and depth of the pipeline of loads, for tiles of `rows` rows, with heads padded to
+    `size`, in `shared` bytes of shared memory."""
     wide = dtype.itemsize == 4
-    keys = min(block_k, 32 if wide else 64)
-    stages = 2 if wide else 3
+    keys, stages = min(block_k, 32 if wide else 64), 2 if wide else 3
     while (rows * size + stages * keys * (size + value_size)) * dtype.itemsize > shared:
         if stages == 1 and keys <= 16:
             break
         stages, keys = (stages - 1, keys) if stages > 1 else (stages, keys // 2)
-    return Config(keys, 8 if rows > 64 else 4, stages)
+    return keys, 8 if rows > 64 else 4, stages
 
 
 @takes_call
@@ -172,7 +163,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     if not engine or short is not None:
         more = _extra(spans, key, value) if extra else None
         loaded = (key, value) if more is None else (*more[0], *more[1], key, value)
-        config = config_for(tall * pack, size, value_size, block_k, query.dtype, shared)
+        keys, warps, stages = config_for(tall * pack, size, value_size, block_k, query.dtype, shared)
         attend_kernel[(items, tiles)](
             query, key, value, lse if short is None else short, *given, tuple(s.k_row for s in spans),
             tuple(s.q_pos for s in spans), tuple(s.k_pos for s in spans), tuple(s.lists.row for s in spans),
@@ -184,7 +175,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
             EXTRA=int(extra) * (2 if all(map(_aligned, loaded)) else 1),
             WIDE=max(map(_reach, loaded)) >= 2**31,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **layout, **sizes,
-            BLOCK_N=min(config.keys, block_k), num_warps=config.warps, num_stages=config.stages,
+            BLOCK_N=min(keys, block_k), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if work is not None:
         merge_kernel[(list_rows, tiles)](

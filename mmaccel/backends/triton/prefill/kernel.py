@@ -73,92 +73,6 @@ def _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, ends, DV, BLOCK
     )
 
 
-@triton.jit
-def _walk(
-    first, last, q, keys, values, acc, peak, total, place, spans, extras, steps, scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EXTRA: tl.constexpr,
-):  # fmt: skip
-    """The running softmax of a tile over entries first .. last of some spans, walked as one list."""
-    ends, indices, plains, shifts, kinds, heads, tails, k_rows, q_positions, k_positions, lows, highs = spans
-    k_s, k_d, v_s, v_d = steps
-    d, dv, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
-    for j in range(first * (BLOCK_K // BLOCK_N), last * (BLOCK_K // BLOCK_N)):
-        e = j // (BLOCK_K // BLOCK_N)
-        index_at, kind_at, rows_at = indices[0], kinds[0], k_rows[0]
-        shift, sure, unsure = shifts[0], heads[0], tails[0]
-        plain = plains[0]
-        for s in tl.static_range(1, len(ends)):
-            later = e >= ends[s - 1]
-            index_at = tl.where(later, indices[s], index_at)
-            kind_at = tl.where(later, kinds[s], kind_at)
-            rows_at = tl.where(later, k_rows[s], rows_at)
-            shift, plain = tl.where(later, shifts[s], shift), tl.where(later, plains[s], plain)
-            sure, unsure = tl.where(later, heads[s], sure), tl.where(later, tails[s], unsure)
-        block = tl.load(index_at + e, mask=plain == 0, other=0) + tl.where(plain != 0, e, 0) + shift
-        key_at = block * BLOCK_K + j % (BLOCK_K // BLOCK_N) * BLOCK_N + n
-        kind = tl.load(kind_at + block)
-        kind = tl.where((e >= sure) & (e < unsure), kind, TEST)
-        row = tl.load(rows_at + key_at)
-        there = row >= 0
-        if WIDE:
-            row = row.to(tl.int64)
-        if EXTRA:
-            own_keys, own_values, biases, k_steps, v_steps, bias_steps = extras
-            keys_at, values_at, bias_at = own_keys[0], own_values[0], biases[0]
-            k_step, v_step, bias_step = k_steps[0], v_steps[0], bias_steps[0]
-            for s in tl.static_range(1, len(ends)):
-                later = e >= ends[s - 1]
-                keys_at = tl.where(later, own_keys[s], keys_at)
-                values_at = tl.where(later, own_values[s], values_at)
-                bias_at = tl.where(later, biases[s], bias_at)
-                k_step, v_step = tl.where(later, k_steps[s], k_step), tl.where(later, v_steps[s], v_step)
-                bias_step = tl.where(later, bias_steps[s], bias_step)
-            if EXTRA == 2:
-                # All rows of keys and values begin at 16 bytes.
-                keys_at, values_at = tl.multiple_of(keys_at, 16), tl.multiple_of(values_at, 16)
-                k_step, v_step = tl.multiple_of(k_step, 8), tl.multiple_of(v_step, 8)
-        else:
-            keys_at, values_at, k_step, v_step = keys, values, k_s, v_s
-        k = tl.load(
-            keys_at + (row * k_step)[None, :] + (d * k_d)[:, None],
-            mask=there[None, :] & (d < D)[:, None],
-            other=0.0,
-        )
-        score = tl.dot(q, k, input_precision=PRECISION)
-        if kind != FULL:
-            score = tl.where(there[None, :], score, float("-inf"))
-        if kind == TEST:
-            q_at, k_at, low, high = q_positions[0], k_positions[0], lows[0], highs[0]
-            for s in tl.static_range(1, len(ends)):
-                later = e >= ends[s - 1]
-                q_at, k_at = tl.where(later, q_positions[s], q_at), tl.where(later, k_positions[s], k_at)
-                low, high = tl.where(later, lows[s], low), tl.where(later, highs[s], high)
-            gap = tl.load(q_at + place)[:, None] - tl.load(k_at + key_at)[None, :]
-            score = tl.where((gap >= low) & (gap < high), score, float("-inf"))
-        if EXTRA:
-            bias = tl.load(bias_at + key_at * bias_step) * 1.4426950408889634
-            score = score * scale + bias[None, :]
-            top = tl.maximum(peak, tl.max(score, 1))
-        else:
-            top = tl.maximum(peak, tl.max(score, 1) * scale)
-        floor = tl.where(top == float("-inf"), 0.0, top)
-        if EXTRA:
-            p = tl.math.exp2(score - floor[:, None])
-        else:
-            p = tl.math.exp2(score * scale - floor[:, None])
-        fade = tl.math.exp2(peak - floor)
-        total = total * fade + tl.sum(p, 1)
-        v = tl.load(
-            values_at + (row * v_step)[:, None] + (dv * v_d)[None, :],
-            mask=there[:, None] & (dv < DV)[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        peak = top
-    return acc, peak, total
-
-
 @triton.jit(do_not_specialize=["M", "lse_b", "lse_h"])
 def attend_kernel(
     Q, K, V, SHORT, OUT, LSE, PART_OUT, PART_LSE, ITEM, PIECES, SLOT, TOLD, q_row, q_row_b, q_row_h,
@@ -263,43 +177,80 @@ def attend_kernel(
         first, last = begun, count
         if SPLIT:
             first, last = tl.maximum(begun, piece * chunk), tl.minimum(count, piece * chunk + chunk)
-        acc, peak, total = _walk(
-            first,
-            last,
-            q,
-            keys,
-            values,
-            acc,
-            peak,
-            total,
-            place,
-            (
-                ends,
-                indices,
-                plains,
-                shifts,
-                kinds,
-                heads,
-                tails,
-                k_rows,
-                q_positions,
-                k_positions,
-                lows,
-                highs,
-            ),
-            (own_keys, own_values, biases, k_steps, v_steps, bias_steps),
-            (k_s, k_d, v_s, v_d),
-            scale,
-            D,
-            DV,
-            BLOCK_K,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_DV,
-            WIDE,
-            PRECISION,
-            EXTRA,
-        )
+        # The running softmax over these spans, walked as one list.
+        n = tl.arange(0, BLOCK_N)
+        for j in range(first * (BLOCK_K // BLOCK_N), last * (BLOCK_K // BLOCK_N)):
+            e = j // (BLOCK_K // BLOCK_N)
+            index_at, kind_at, rows_at = indices[0], kinds[0], k_rows[0]
+            shift, sure, unsure = shifts[0], heads[0], tails[0]
+            run = plains[0]
+            for s in tl.static_range(1, len(ends)):
+                later = e >= ends[s - 1]
+                index_at = tl.where(later, indices[s], index_at)
+                kind_at = tl.where(later, kinds[s], kind_at)
+                rows_at = tl.where(later, k_rows[s], rows_at)
+                shift, run = tl.where(later, shifts[s], shift), tl.where(later, plains[s], run)
+                sure, unsure = tl.where(later, heads[s], sure), tl.where(later, tails[s], unsure)
+            block = tl.load(index_at + e, mask=run == 0, other=0) + tl.where(run != 0, e, 0) + shift
+            column = block * BLOCK_K + j % (BLOCK_K // BLOCK_N) * BLOCK_N + n
+            sort = tl.load(kind_at + block)
+            sort = tl.where((e >= sure) & (e < unsure), sort, TEST)
+            key_row = tl.load(rows_at + column)
+            there = key_row >= 0
+            if WIDE:
+                key_row = key_row.to(tl.int64)
+            if EXTRA:
+                keys_at, values_at, bias_at = own_keys[0], own_values[0], biases[0]
+                k_step, v_step, bias_step = k_steps[0], v_steps[0], bias_steps[0]
+                for s in tl.static_range(1, len(ends)):
+                    later = e >= ends[s - 1]
+                    keys_at = tl.where(later, own_keys[s], keys_at)
+                    values_at = tl.where(later, own_values[s], values_at)
+                    bias_at = tl.where(later, biases[s], bias_at)
+                    k_step, v_step = tl.where(later, k_steps[s], k_step), tl.where(later, v_steps[s], v_step)
+                    bias_step = tl.where(later, bias_steps[s], bias_step)
+                if EXTRA == 2:
+                    # All rows of keys and values begin at 16 bytes.
+                    keys_at, values_at = tl.multiple_of(keys_at, 16), tl.multiple_of(values_at, 16)
+                    k_step, v_step = tl.multiple_of(k_step, 8), tl.multiple_of(v_step, 8)
+            else:
+                keys_at, values_at, k_step, v_step = keys, values, k_s, v_s
+            k = tl.load(
+                keys_at + (key_row * k_step)[None, :] + (d * k_d)[:, None],
+                mask=there[None, :] & (d < D)[:, None],
+                other=0.0,
+            )
+            score = tl.dot(q, k, input_precision=PRECISION)
+            if sort != FULL:
+                score = tl.where(there[None, :], score, float("-inf"))
+            if sort == TEST:
+                q_at, k_at, low, high = q_positions[0], k_positions[0], lows[0], highs[0]
+                for s in tl.static_range(1, len(ends)):
+                    later = e >= ends[s - 1]
+                    q_at, k_at = tl.where(later, q_positions[s], q_at), tl.where(later, k_positions[s], k_at)
+                    low, high = tl.where(later, lows[s], low), tl.where(later, highs[s], high)
+                gap = tl.load(q_at + place)[:, None] - tl.load(k_at + column)[None, :]
+                score = tl.where((gap >= low) & (gap < high), score, float("-inf"))
+            if EXTRA:
+                bias = tl.load(bias_at + column * bias_step) * 1.4426950408889634
+                score = score * scale + bias[None, :]
+                top = tl.maximum(peak, tl.max(score, 1))
+            else:
+                top = tl.maximum(peak, tl.max(score, 1) * scale)
+            floor = tl.where(top == float("-inf"), 0.0, top)
+            if EXTRA:
+                p = tl.math.exp2(score - floor[:, None])
+            else:
+                p = tl.math.exp2(score * scale - floor[:, None])
+            fade = tl.math.exp2(peak - floor)
+            total = total * fade + tl.sum(p, 1)
+            v = tl.load(
+                values_at + (key_row * v_step)[:, None] + (dv * v_d)[None, :],
+                mask=there[:, None] & (dv < DV)[None, :],
+                other=0.0,
+            )
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+            peak = top
 
     if SPLIT:
         if pieces > 1:

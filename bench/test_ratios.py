@@ -26,7 +26,7 @@ import mmaccel
 from mmaccel.backends import select
 from mmaccel.backends.ops.block_lists import reach
 from mmaccel.backends.ops.dense_attend import dense_attend
-from mmaccel.contract import stream as contract
+from mmaccel.contract import memory as contract
 from mmaccel.core.draft import Proposal
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.kv import Stream, StreamPass, StreamPolicy
@@ -162,14 +162,26 @@ def watch(state: Any, units: int) -> None:
 
 
 def clustering() -> Pair:
-    """Units taken into clusters as they come, beside a memory that keeps each by itself."""
+    """Units taken into clusters as they come, their memory's work counted, beside all clustered anew after each pass."""
+    units, width = 160, contract.GROUPS * contract.SIZE
+    points = torch.randn(contract.LAYERS, units, width, generator=torch.Generator().manual_seed(2))
 
-    def kept(name: str, **fields: Any) -> None:
-        state = memory(name, **fields)
-        watch(state, 160)
+    def anew() -> None:
+        for end in range(8, units + 1, 8):
+            x = points[:, :end]
+            centres = x[:, ::4].clone()
+            for _ in range(20):
+                owner = torch.cdist(x, centres).argmin(-1, keepdim=True).expand_as(x)
+                total = torch.zeros_like(centres).scatter_add_(1, owner, x)
+                count = torch.zeros_like(centres).scatter_add_(1, owner, torch.ones_like(x))
+                centres = total / count.clamp_min(1)
+
+    def as_they_come() -> None:
+        state = memory("mosaic", encode_frames=0)
+        watch(state, units)
         state.close()
 
-    return lambda: kept("mosaic", encode_frames=0), lambda: kept("rekv", encode_frames=0)
+    return as_they_come, anew
 
 
 def retrieval(name: str) -> Pair:

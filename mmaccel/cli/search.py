@@ -157,9 +157,9 @@ def sample(
         if tokens <= most:
             told = {"videos": [Path(path).name for path in videos], "text": [one for one in asked if one]}
             return inputs, told
-        for n, one in enumerate(seen):
+        for n, film in enumerate(seen):
             # Evenly spaced frames, of which there are fewer each time.
-            count = max(1, min(int(len(one) * (most / tokens) * 0.99), len(one) - 1))
-            chosen = torch.linspace(0, len(one) - 1, count).round().long()
-            seen[n] = replace(one.at(chosen), fps=one.fps * count / len(one))
+            count = max(1, min(int(len(film) * (most / tokens) * 0.99), len(film) - 1))
+            chosen = torch.linspace(0, len(film) - 1, count).round().long()
+            seen[n] = replace(film.at(chosen), fps=film.fps * count / len(film))
     raise ModelError(f"--max-tokens: {most} tokens hold no frame of each video; give more, or fewer videos.")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmaccel.core.prune import TokenPruner
 
-TOKENS_KNOWN = 4.0
-"""Weight, in tokens, of the share that is assumed before anything was judged."""
-
-ASSUMED = 0.8
+TOKENS_KNOWN, ASSUMED = 4.0, 0.8
+"""The share that is assumed to be kept before anything was judged, and how many judged tokens it weighs."""
+KNOWN = 24
+"""Drafted tokens that the target must have verified before the acceptance rate counts as known."""
+WORTH = 1.05
+"""How many times faster a part must be at best before it is tried."""
+ANSWERS = 2
+"""Answers after which a way counts as measured in any case: a draft that is never ready in time gains nothing."""
 
 
 def tokens_per_round(keep: float, window: int) -> float:
@@ -28,6 +31,11 @@ def tokens_per_round(keep: float, window: int) -> float:
     return (1 - whole) / ((1 - keep) * (1 + keep - whole))
 
 
+def expected_gain(step_s: float, draft_s: float, keep: float, window: int) -> float:
+    """The speed-up over decoding alone, of target steps and draft steps of so many seconds."""
+    return tokens_per_round(keep, window) * step_s / max(window * draft_s, step_s)
+
+
 def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[int, float]:
     """The window with the largest expected speed-up over decoding alone, and that speed-up.
 
@@ -36,11 +44,9 @@ def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[
     """
     ratio = step_s / max(draft_s, 1e-9)
     low = min(max(math.floor(ratio + 1e-9), 1), most)
-    gains = [
-        (tokens_per_round(keep, w) * step_s / max(w * draft_s, step_s), w) for w in {low, min(low + 1, most)}
-    ]
-    gain, window = max(gains, key=lambda pair: (pair[0], -pair[1]))
-    return window, gain
+    gains = {window: expected_gain(step_s, draft_s, keep, window) for window in {low, min(low + 1, most)}}
+    window = max(gains, key=lambda w: (gains[w], -w))
+    return window, gains[window]
 
 
 @dataclass
@@ -57,7 +63,7 @@ class Pace:
     draft_s: float = 0.0
     judged: float = TOKENS_KNOWN
     kept: float = TOKENS_KNOWN * ASSUMED
-    rounds: int = field(default=0)
+    rounds: int = 0
 
     def step(self, seconds: float) -> None:
         """One target step."""
@@ -88,29 +94,6 @@ class Pace:
         return self.step_s > 0 and self.draft_s > 0
 
 
-def pause_notes(counters: Mapping[str, float]) -> list[str]:
-    """How often the target decoded without a draft, and why the draft paused, in words, from its counters."""
-    notes = []
-    if alone := int(counters["alone"]):
-        steps = f"{alone} target step{'' if alone == 1 else 's'}"
-        notes.append(f"{steps} without it, while it read the prompt or said nothing")
-    if pauses := int(counters["pauses"]):
-        ratio = counters["target_step_s"] / counters["draft_step_s"]
-        notes.append(
-            f"paused {pauses} time{'' if pauses == 1 else 's'}: a target step takes {ratio:.2f} draft steps, with "
-            f"{counters['keep_rate']:.0%} kept the best window is worth {counters['expected_gain']:.2f} x"
-        )
-    return notes
-
-
-KNOWN = 24
-"""Drafted tokens that the target must have verified before the acceptance rate counts as known."""
-WORTH = 1.05
-"""How many times faster a part must be at best before it is tried."""
-ANSWERS = 2
-"""Answers after which a way counts as measured in any case: a draft that is never ready in time gains nothing."""
-
-
 @dataclass
 class Way:
     """Measurements of a draft that reads all of the video, or of one that reads a part."""
@@ -137,10 +120,8 @@ class Way:
         """The expected speed-up over decoding alone, at `window` or, where that is None, at the best one up to `most`."""
         if not self.step_s or not self.draft_s or self.judged < 1:
             return 0.0
-        keep = self.kept / self.judged
-        if window is None:
-            return best_window(self.step_s, self.draft_s, keep, most)[1]
-        return tokens_per_round(keep, window) * self.step_s / max(window * self.draft_s, self.step_s)
+        figures = self.step_s, self.draft_s, self.kept / self.judged
+        return best_window(*figures, most)[1] if window is None else expected_gain(*figures, window)
 
 
 @dataclass
@@ -182,21 +163,20 @@ class Shares:
         With `sampled` tokens and a given window it is always the whole: times must not change which tokens are sampled.
         """
         whole, less = self.ways.setdefault(length.bit_length(), (Way(), Way()))
+        gain, of_part = whole.gain(window, most), less.gain(window, most)
         if sampled and window is not None:
             return Reading(whole, None, "tokens are sampled, and measured times must not change them")
         if not whole.known:
             return Reading(whole, None, f"it is measured first, before {part(pruner)}")
-        if not less.known and self.bare_s and whole.draft_s:
-            most_of_all = replace(whole, draft_s=min(self.bare_s, whole.draft_s)).gain(window, most)
-            gain = whole.gain(window, most)
-            if most_of_all < WORTH * gain:
-                told = f"expected {gain:.2f} x, and {most_of_all:.2f} x at most with {part(pruner)}"
-                return Reading(whole, None, told)
         if not less.known:
+            if self.bare_s and whole.draft_s:
+                at_best = replace(whole, draft_s=min(self.bare_s, whole.draft_s)).gain(window, most)
+                if at_best < WORTH * gain:
+                    why = f"expected {gain:.2f} x, and {at_best:.2f} x at most with {part(pruner)}"
+                    return Reading(whole, None, why)
             return Reading(less, pruner, "to measure it")
-        gains = whole.gain(window, most), less.gain(window, most)
-        told = f"expected {gains[0]:.2f} x with the whole video, {gains[1]:.2f} x with {part(pruner)}"
-        return Reading(less, pruner, told) if gains[1] > gains[0] else Reading(whole, None, told)
+        why = f"expected {gain:.2f} x with the whole video, {of_part:.2f} x with {part(pruner)}"
+        return Reading(less, pruner, why) if of_part > gain else Reading(whole, None, why)
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""

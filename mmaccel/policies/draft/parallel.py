@@ -26,7 +26,7 @@ from mmaccel.policies.draft._draft_model import (
     free_device,
 )
 from mmaccel.policies.draft._remote_drafter import MICRO, SERVICE, Remote
-from mmaccel.policies.draft._window_model import Pace, Reading, Shares, best_window, pause_notes
+from mmaccel.policies.draft._window_model import Pace, Reading, Shares, best_window
 
 FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
@@ -335,19 +335,28 @@ class Pipeline(DraftState):
             )
 
     def notes(self) -> list[str]:
-        read = [] if self._reading is None else [self._reading.note()]
-        return [*read, *pause_notes(self.counters())]
+        """What the draft read, how often the target decoded without it, and why it paused, in words."""
+        notes = [] if self._reading is None else [self._reading.note()]
+        if alone := self._figures["alone"]:
+            steps = f"{alone} target step{'' if alone == 1 else 's'}"
+            notes.append(f"{steps} without it, while it read the prompt or said nothing")
+        if pauses := self._figures["pauses"]:
+            pace = self._pace
+            notes.append(
+                f"paused {pauses} time{'' if pauses == 1 else 's'}: a target step takes {pace.step_s / pace.draft_s:.2f} "
+                f"draft steps, with {pace.keep:.0%} kept the best window is worth {self._gain:.2f} x"
+            )
+        return notes
 
     def counters(self) -> dict[str, float]:
         """Rounds of each mode; streaks: drafted tokens kept in a row over windows, the paper's adaptive length."""
-        lengths = self._streaks
-        pace = self._pace
+        streaks, windows, pace = self._streaks or [0], self._windows or [0], self._pace
         return {
             **{name: float(value) for name, value in self._figures.items()},
-            "streak_mean": sum(lengths) / len(lengths) if lengths else 0.0,
-            "streak_max": float(max(lengths, default=0)),
+            "streak_mean": sum(streaks) / len(streaks),
+            "streak_max": float(max(streaks)),
             "window": float(self._window),
-            "window_mean": sum(self._windows) / len(self._windows) if self._windows else 0.0,
+            "window_mean": sum(windows) / len(windows),
             "ready_at_start": float(self._ready),
             "target_step_s": pace.step_s,
             "draft_step_s": pace.draft_s,

@@ -56,12 +56,7 @@ class Drafter(PeerState):
     strategy: ClassVar[str] = Sequential.name
 
     def __init__(
-        self,
-        runner: Runner,
-        device: torch.device,
-        window: int,
-        vocab: int,
-        pruner: TokenPruner | None = None,
+        self, runner: Runner, device: torch.device, window: int, vocab: int, pruner: TokenPruner | None = None
     ) -> None:
         super().__init__(runner, device, vocab, pruner)
         self._window = window

@@ -12,13 +12,7 @@ from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.plan import KeySpan, Part
 from mmaccel.core.registry import policy, register, registry
 from mmaccel.core.sparse import SparsePattern
-from mmaccel.policies.sparse.orders import (
-    IntraPattern,
-    LayerInputs,
-    RegionPattern,
-    seen_share,
-    whole_blocks,
-)
+from mmaccel.policies.sparse.orders import IntraPattern, LayerInputs, RegionPattern, seen_share, whole_blocks
 
 Inner = SparsePattern | Mapping[str, Any] | str | None
 """What a field for a pattern within a boundary may be given; it holds an `IntraPattern`, or None for nothing."""
@@ -107,7 +101,8 @@ class Boundary(RegionPattern):
     ) -> float:
         if layouts is None:
             return self.max_blocks_total(n_query, n_key)
-        q_counts, k_counts = {None: n_query, **layouts[0].census}, {None: n_key, **layouts[1].census}
+        q_counts: dict[int | None, int] = {None: n_query, **layouts[0].census}
+        k_counts: dict[int | None, int] = {None: n_key, **layouts[1].census}
         layer, share = LayerInputs.of_layouts(*layouts, self.block), seen_share(n_query, n_key)
         return sum(
             pattern.estimate_blocks(q_counts[q], k_counts[k], share, layer.region(q, k))

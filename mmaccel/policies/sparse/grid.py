@@ -162,14 +162,8 @@ class Grid(IntraPattern):
         return blocks * each * (self.slash + self.vertical) + self.horizontal * dense + blocks * near
 
     def _search(self, region: Region) -> Search:
-        return Search(
-            low=self.min_stride,
-            most=self.max_stride,
-            slack=self.slack,
-            score=self.score,
-            rows=self.horizontal_phase == "queries",
-            keys=region.width,
-        )
+        rows = self.horizontal_phase == "queries"
+        return Search(self.min_stride, self.max_stride, self.slack, self.score, rows, region.width)
 
     def _classes(self, region: Region) -> Classes:
         sample = region.last(self.last_q, self.estimate == "group")

@@ -248,15 +248,8 @@ class LayerInputs:
             region = self.region()
             blind = replace(region, at=torch.full_like(region.at, -1), ordered=None)
             parts = [region.part([blind.span(0, 1)])]
-        return AttentionPlan(
-            parts=tuple(parts),
-            block_q=self.block,
-            block_k=self.block,
-            batch=self.query.shape[0],
-            heads=self.heads,
-            n_query=self.query.shape[2],
-            n_key=self.key.shape[2],
-        )
+        (B, _, n, _), N = self.query.shape, self.key.shape[2]
+        return AttentionPlan(tuple(parts), self.block, self.block, B, self.heads, n, N)
 
 
 def _apart(layout: TokenLayout, modality: int | None) -> int | None:
@@ -301,14 +294,7 @@ class RegionPattern(SparsePattern):
             return None
         if self.reads_layer:
             return layer.plan(self.layer_parts(layer))
-        name = (
-            "plan",
-            pattern_key(self),
-            layer.heads,
-            layer.query.shape[0],
-            layer.query.shape[2],
-            layer.key.shape[2],
-        )
+        name = "plan", pattern_key(self), layer.heads, layer.query.shape[::2], layer.key.shape[2]
         return remember(layer.memo, name, lambda: layer.plan(self.layer_parts(layer)))
 
 

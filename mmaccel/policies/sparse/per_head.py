@@ -282,7 +282,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
         raise RecipeError(
             f"{where} has schema {shown(table.get('schema'))} and this version reads {SCHEMA}; search again."
         )
-    layers = table.get("layers")
+    layers: Any = table.get("layers")
     # Tables of before name no weights and, made by hand, no length.
     whole = (
         isinstance(table.get("model"), dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,10 +37,11 @@ class Classes:
 
     def where(self, chosen: Tensor, other: Classes) -> Classes:
         """Those of the sequences `chosen` [B] as they are here, the rest as in `other`."""
-        names = "number", "stride", "line", "dense", "shift"
-        pairs = ((getattr(self, name), getattr(other, name)) for name in names)
-        mixed = (torch.where(chosen[:, None, None], mine, theirs) for mine, theirs in pairs)
-        return Classes(*mixed, self.most_keys, self.count)
+        mixed: dict[str, Any] = {
+            name: torch.where(chosen[:, None, None], getattr(self, name), getattr(other, name))
+            for name in ("number", "stride", "line", "dense", "shift")
+        }
+        return replace(self, **mixed, frames=None)
 
     def of_queries(self, at: Tensor) -> Tensor:
         """[B, h, P]: the class of each query at [B, P], that of the key at its own rank; -1 where a query sees no key."""

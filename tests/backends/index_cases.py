@@ -157,7 +157,7 @@ def test_classes_of_more_keys_than_a_tile(
         query, key, _ = (t.to(device) for t in scene.tensors(torch.float32))
         layout = scene.layout().to(device)
         region = LayerInputs(query, key, layout, layout, 16).region()
-        last, frames = region.last(24, pooled), Frames.of(region, search)
+        last, frames = region.last(24, pooled), Frames.of(region, 2, 12)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
         assert int(last.at.min()) > 150 and int(sizes.min()) >= grid.KEYS

@@ -11,7 +11,7 @@ from mmaccel.backends.ops import lines
 from mmaccel.backends.ops.lines import turned_classes
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.policies.sparse import Grid
-from mmaccel.policies.sparse.grid import ClassOrder, Covered
+from mmaccel.policies.sparse.grid import ClassOrder
 from mmaccel.policies.sparse.orders import LayerInputs
 from tests.policies.sparse.scenes import Scene, sequence
 
@@ -37,17 +37,16 @@ def test_the_operators_keep_their_contracts() -> None:
         torch.library.opcheck(lines.slash_runs.op, (kept, shape, member, member, reach, *more, 16))
 
 
-@pytest.mark.parametrize(
-    "covered", [Covered(), Covered(window=9, sink=3)], ids=["lines", "lines beyond a window"]
-)
+@pytest.mark.parametrize("beyond", [{}, dict(window=9, sink=3)], ids=["lines", "lines beyond a window"])
 @pytest.mark.parametrize(("columns", "rows"), [(48, 32), (0, 0)])
-def test_turned_classes_keep_their_contract(columns: int, rows: int, covered: Covered) -> None:
+def test_turned_classes_keep_their_contract(columns: int, rows: int, beyond: dict[str, int]) -> None:
     scene = Scene((sequence([(TEXT, [4]), (VIDEO, [6] * 9), (TEXT, [7])]),), size=16)
     query, key, _ = scene.tensors(torch.float32)
     region = LayerInputs(query, key, scene.layout(), scene.layout(), 16).region()
-    classes = Grid(min_stride=2, max_stride=12, block=16)._classes(region)
+    grid = Grid(min_stride=2, max_stride=12, block=16, **beyond)
+    classes = grid._classes(region)
     assert classes.frames is not None
-    order = ClassOrder.of(region, classes.frames, covered)
+    order = ClassOrder.of(region, classes.frames, *grid._uncovered(region))
     arguments = (order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0])
     told = (classes.line, classes.shift, classes.dense, classes.most_keys, False, columns, rows)
     torch.library.opcheck(turned_classes.op, (*arguments, *told))

@@ -1,11 +1,9 @@
 """Drafts: who guesses the next tokens for the target to verify. One idea a file; a new one is a file and a line here."""
 
-from mmaccel.policies.draft.off import Off
-from mmaccel.policies.draft.parallel import Parallel
-from mmaccel.policies.draft.prompt_lookup import PromptLookup
-from mmaccel.policies.draft.sequential import Sequential
-from mmaccel.policies.draft.sparse_to_dense import SparseToDense
-from mmaccel.policies.draft.text_only import TextOnly
-from mmaccel.policies.draft.tree import Tree
-
-__all__ = ["Off", "Parallel", "PromptLookup", "Sequential", "SparseToDense", "TextOnly", "Tree"]
+from mmaccel.policies.draft.off import Off as Off
+from mmaccel.policies.draft.parallel import Parallel as Parallel
+from mmaccel.policies.draft.prompt_lookup import PromptLookup as PromptLookup
+from mmaccel.policies.draft.sequential import Sequential as Sequential
+from mmaccel.policies.draft.sparse_to_dense import SparseToDense as SparseToDense
+from mmaccel.policies.draft.text_only import TextOnly as TextOnly
+from mmaccel.policies.draft.tree import Tree as Tree

@@ -30,6 +30,11 @@ class TokenDistribution:
     ids: Tensor
     weights: Tensor
 
+    def packed(self) -> bytes:
+        """How many tokens there are (uint32), their ids, and their probabilities."""
+        pieces = self.ids.numpy().tobytes(), self.weights.numpy().tobytes()
+        return len(self.ids).to_bytes(4, "little") + b"".join(pieces)
+
     @staticmethod
     def dense(rows: Sequence[TokenDistribution], vocab: int, device: torch.device) -> Tensor:
         """[n, vocab] float32: the distributions of n tokens, zero for tokens that could not be sampled."""
@@ -62,7 +67,6 @@ class DraftDecoder:
         self._runner, self._device, self._vocab = runner, torch.device(device), vocab
         self.line: list[int] = []
         self._run = 0
-        self.steps = 0
         self.prompt_s = 0.0
 
     def read(
@@ -93,7 +97,12 @@ class DraftDecoder:
         self._run = run
         start, odds = len(self.line), []
         for _ in range(count):
-            logits = self._next()
+            logits = self._after_prompt
+            if self.line:
+                feed = torch.tensor([self.line[self._run :]], device=self._device)
+                self._run = len(self.line)
+                logits = self._runner.step(feed)[0, -1]
+            logits = logits[: self._vocab]
             if self._warp is None:
                 self.line.append(int(logits.argmax()))
                 continue
@@ -101,17 +110,6 @@ class DraftDecoder:
             odds.append(_likeliest(self._warp(before.to(logits.device), logits)))
             self.line.append(int(odds[-1].ids[draw(odds[-1].weights, self._random)]))
         return DraftedTokens(self.line[start:], time.perf_counter() - began, self.prompt_s, tuple(odds))
-
-    def _next(self) -> Tensor:
-        """[V]: the logits of the next token."""
-        if not self.line:
-            logits = self._after_prompt
-        else:
-            feed = torch.tensor([self.line[self._run :]], device=self._device)
-            self._run = len(self.line)
-            self.steps += 1
-            logits = self._runner.step(feed)[0, -1]
-        return logits[: self._vocab]
 
 
 def _likeliest(q: Tensor) -> TokenDistribution:

@@ -61,7 +61,12 @@ class Remote:
     ) -> None:
         """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns."""
         # Lists too, which some processors give for seconds of frames; what is neither is no input of a model.
-        sent = {name: x for name, x in inputs.items() if _travels(x)}
+        sent = {
+            name: x
+            for name, x in inputs.items()
+            if isinstance(x, Tensor)
+            or (isinstance(x, list | tuple) and all(isinstance(one, int | float) for one in x))
+        }
         for message in self._worker.drain():
             self._hand_on(message)
         self._open[self._number] = self
@@ -177,7 +182,7 @@ def serve_decoder(wire: Wire, fresh: Callable[[], DraftDecoder], device: torch.d
         inputs, warp, compact, seed = waiting.pop(number)
         with beating(wire):
             writers[number] = fresh()
-            writers[number].read(inputs, columns, compact, _sampling(wire, warp, device), seed)
+            writers[number].read(inputs, columns, compact, _unpacked(wire, warp, device), seed)
 
     for message in inbox(wire):
         number = message.numbers[0]
@@ -193,25 +198,10 @@ def serve_decoder(wire: Wire, fresh: Callable[[], DraftDecoder], device: torch.d
             with beating(wire):
                 written = writers[number].write(length, fix, count)
             micros = int(written.seconds / MICRO), int(written.prompt_s / MICRO)
-            wire.send(WROTE, number, *micros, *written.ids, blob=_packed_odds(written.odds))
+            wire.send(WROTE, number, *micros, *written.ids, blob=[one.packed() for one in written.odds])
         elif message.kind == END:
             waiting.pop(number, None)
             writers.pop(number, None)
-
-
-def _packed_odds(odds: Sequence[TokenDistribution]) -> list[bytes]:
-    """For each token how many it was drawn from (uint32), these (int32), and their probabilities (float32)."""
-    pieces: list[bytes] = []
-    for one in odds:
-        count = len(one.ids).to_bytes(4, "little")
-        pieces += [count, one.ids.numpy().tobytes(), one.weights.numpy().tobytes()]
-    return pieces
-
-
-def _travels(x: Any) -> bool:
-    if isinstance(x, list | tuple):
-        return all(isinstance(one, int | float) for one in x)
-    return isinstance(x, Tensor)
 
 
 def _packed(warp: Warp | None) -> bytes:
@@ -234,20 +224,14 @@ def _warn_greedy(why: str) -> None:
     )
 
 
-def _sampling(wire: Wire, packed: bytes, device: torch.device | str) -> Warp | None:
-    """`_unpacked`, or None where that fails, which is told: a class of the program's own file is found there alone."""
+def _unpacked(wire: Wire, packed: bytes, device: torch.device | str) -> Warp | None:
+    """The sampling, with the tensors it holds on the draft's device; None for nothing, and where it cannot be had, which is
+    told: a class of the program's own file is found there alone."""
     try:
-        return _unpacked(packed, device)
+        warp = torch.load(io.BytesIO(packed), map_location=device, weights_only=False) if packed else None
     except Exception as error:  # whatever a caller's own class does here
         wire.send(GREEDY, blob=[f"{type(error).__name__}: {error}"[:400].encode()])
         return None
-
-
-def _unpacked(packed: bytes, device: torch.device | str) -> Warp | None:
-    """The sampling, with the tensors it holds on the draft's device."""
-    if not packed:
-        return None
-    warp: Warp = torch.load(io.BytesIO(packed), map_location=device, weights_only=False)
     return warp
 
 

@@ -199,13 +199,13 @@ class Pipeline(DraftState):
             length, sampled = prompt.ids.shape[1], prompt.warp is not None
             self._reading = self._shares.reading(pruner, length, choice.window, choice.most, sampled)
             pruner = self._pruner = self._reading.pruner
-        self._engine.begin(
-            prompt.inputs,
-            prompt.warp,
-            pruner is not None,
-            pruner.compact if pruner is not None else False,
-            0 if prompt.warp is None else _seed(prompt.generator),
-        )
+        seed, generator = 0, prompt.generator
+        if prompt.warp is not None:
+            # The draft's draws follow from the target's random numbers.
+            device = "cpu" if generator is None else generator.device
+            seed = int(torch.randint(1 << 62, (1,), generator=generator, device=device))
+        pruned, compact = pruner is not None, pruner is not None and pruner.compact
+        self._engine.begin(prompt.inputs, prompt.warp, pruned, compact, seed)
         if pruner is None:
             self._ask()
 
@@ -234,9 +234,12 @@ class Pipeline(DraftState):
         for device in self._waited:
             torch.cuda.current_stream(device).synchronize()
         self._pace.step(time.perf_counter() - self._began)
-        # The token that follows what is being verified; without a window at work it may have been written before.
+        # The token that follows what is being verified; without a window at work it may have been written before. A window
+        # is waited for twice as long as a round takes; not at all while the draft reads, or is late already.
         if self._busy:
-            self._collect(self._patience())
+            waits = self._started and not self._late
+            round_s = max(self._pace.step_s, self._window * self._pace.draft_s)
+            self._collect(0.05 + 2 * round_s if waits else 0.0)
         place = len(self._said) + self._ahead
         return self._proposal(place, self._line[place : place + 1] if self._agrees() else [])
 
@@ -271,11 +274,17 @@ class Pipeline(DraftState):
 
     def _ask(self) -> None:
         """Have the next window written, after what is committed or, as long as it agrees, after what is ahead of that."""
-        if len(self._said) < self._resume:
+        pace, choice, said = self._pace, self._choice, len(self._said)
+        if said < self._resume:
             return
-        self._choose()
-        if self._resume > len(self._said):
-            return
+        if choice.window is None and pace.known:
+            self._window, self._gain = best_window(pace.step_s, pace.draft_s, pace.keep, choice.most)
+            # A draft that cannot gain rests for a while.
+            if pace.rounds >= SETTLED and self._gain <= 1.0 and len(self._line) <= said:
+                self._figures["pauses"] += 1
+                self._resume = said + PAUSE
+                pace.rounds = 1
+                return
         length, fix = len(self._line), []
         if not self._agrees():
             both = zip(self._line, self._said, strict=False)
@@ -287,24 +296,6 @@ class Pipeline(DraftState):
         self._engine.ask(length, fix, count)
         self._busy, self._asked = True, time.perf_counter()
         self._windows.append(count)
-
-    def _choose(self) -> None:
-        """The window by what was measured; a draft that cannot gain rests for a while."""
-        if self._choice.window is not None or not self._pace.known:
-            return
-        pace = self._pace
-        self._window, self._gain = best_window(pace.step_s, pace.draft_s, pace.keep, self._choice.most)
-        if pace.rounds >= SETTLED and self._gain <= 1.0 and not self._line[len(self._said) :]:
-            self._figures["pauses"] += 1
-            self._resume = len(self._said) + PAUSE
-            pace.rounds = 1
-
-    def _patience(self) -> float:
-        """How long to wait for a window: twice what a round takes; not at all while the draft reads, or is late already."""
-        if not self._started or self._late:
-            return 0.0
-        pace = self._pace
-        return 0.05 + 2 * max(pace.step_s, self._window * pace.draft_s)
 
     def _collect(self, limit_s: float) -> None:
         written = self._engine.collect(limit_s)
@@ -364,9 +355,3 @@ class Pipeline(DraftState):
             "keep_rate": pace.keep,
             **({} if self._gain is None else {"expected_gain": self._gain}),
         }
-
-
-def _seed(generator: torch.Generator | None) -> int:
-    """A seed for the draft's draws, drawn from the target's random numbers."""
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(1 << 62, (1,), generator=generator, device=device))

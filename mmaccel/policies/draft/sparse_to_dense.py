@@ -19,8 +19,6 @@ from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import best, observers, quota
 from mmaccel.core.registry import register
 
-FEWEST = 1
-
 
 @register("draft", "sparse_to_dense")
 @dataclass(frozen=True, kw_only=True)
@@ -64,40 +62,39 @@ class _Memory(KVState):
     """
 
     def __init__(self, layers: int) -> None:
-        self._base: list[tuple[Tensor, Tensor]] = []
-        self._new: list[tuple[Tensor, Tensor]] = []
-        self._layers, self._length, self._prompt = layers, 0, 0
+        self._shown: list[tuple[Tensor, Tensor]] = []
+        self._layers, self._length, self._prompt, self._chosen = layers, 0, 0, 0
 
     def take(self, dense: KVState, chosen: list[Tensor], length: int) -> None:
         """The columns `chosen` [G, n] of each layer, out of the first `length` of `dense`."""
-        base = []
+        shown = []
         for layer, columns in enumerate(chosen):
             view = dense.view(layer, torch.empty(0))
             at = columns.to(view.key.device)[None, :, :, None].expand(1, -1, -1, view.key.shape[-1])
-            base.append((view.key.gather(2, at), view.value.gather(2, at)))
+            shown.append((view.key.gather(2, at), view.value.gather(2, at)))
         # All layers or none: a gather may run out of memory.
-        self._base, self._new = base, [(key[:, :, :0], value[:, :, :0]) for key, value in base]
+        self._shown, self._chosen = shown, chosen[0].shape[1]
         self._length = self._prompt = length
 
     def follow(self, dense: KVState, length: int) -> None:
         """After a verification: the dense columns from the prompt's end to `length`, in the place of what was drafted."""
-        for layer in range(self._layers):
-            view = dense.view(layer, torch.empty(0))
-            span = slice(self._prompt, length)
-            self._new[layer] = view.key[:, :, span], view.value[:, :, span]
+        for layer, pair in enumerate(self._shown):
+            view, new = dense.view(layer, torch.empty(0)), slice(self._prompt, length)
+            base = [t[:, :, : self._chosen] for t in pair]
+            key, value = view.key[:, :, new], view.value[:, :, new]
+            self._shown[layer] = torch.cat([base[0], key], 2), torch.cat([base[1], value], 2)
         self._length = length
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        old_key, old_value = self._new[layer]
-        self._new[layer] = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
+        old_key, old_value = self._shown[layer]
+        self._shown[layer] = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
         if layer == 0:
             self._length += key.shape[2]
 
     def view(self, layer: int, query: Tensor) -> KVView:
         if query.shape[2] != 1:
             raise ModelError("sparse_to_dense: the sparse memory shows one row at a time.")
-        (key, value), (new_key, new_value) = self._base[layer], self._new[layer]
-        return KVView(torch.cat([key, new_key], 2), torch.cat([value, new_value], 2))
+        return KVView(*self._shown[layer])
 
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("sparse_to_dense: the sparse memory follows the dense one; accept there.")
@@ -110,10 +107,7 @@ class _Memory(KVState):
         return self._length
 
     def held(self) -> int:
-        return max(
-            (base[0].shape[2] + new[0].shape[2] for base, new in zip(self._base, self._new, strict=True)),
-            default=0,
-        )
+        return max((key.shape[2] for key, _ in self._shown), default=0)
 
     def reset(self) -> None:
         self.__init__(self._layers)  # type: ignore[misc]
@@ -169,22 +163,22 @@ class _Sparse(DraftState, Probe):
 
     def observe(self, committed: Tensor, kept: int) -> None:
         if self._runner is None:
-            self._open(self._dense)
-        dense = self._dense
+            self._open()
         self._left -= committed.numel()
-        assert dense is not None
         self._last = committed[-1:]
-        self._memory.follow(dense, dense.length())
+        assert self._dense is not None
+        self._memory.follow(self._dense, self._dense.length())
 
-    def _open(self, dense: KVState | None) -> None:
-        layers = self._target.geometry.layers
+    def _open(self) -> None:
+        """Choose columns, for each head of each layer, and let the target's weights run over them."""
+        layers, dense = self._target.geometry.layers, self._dense
         if self._fault is not None:
             raise DraftError(f"sparse_to_dense: the prompt's columns were not scored: {self._fault}")
         if dense is None or len(self._scores) < layers:
             raise DraftError("sparse_to_dense: the target's prompt was not seen; start from an empty cache.")
         video = self._layout.modality[0] == VIDEO
         at, rest = video.nonzero()[:, 0], (~video).nonzero()[:, 0]
-        count = max(quota(self._choice.retention, at.numel()), min(FEWEST, at.numel()))
+        count = max(quota(self._choice.retention, at.numel()), min(1, at.numel()))
         chosen = []
         for layer in range(layers):
             scores = self._scores[layer].to(at.device)

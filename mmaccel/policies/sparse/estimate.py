@@ -128,19 +128,18 @@ class LastQueries:
         columns, diagonals = [], []
         for weight in self.weights():
             columns.append(weight.sum(2))
-            diagonals.append(_skewed(weight) if self.sample.final else self._across(weight))
+            if self.sample.final:
+                diagonals.append(_skewed(weight))
+                continue
+            # Queries at any ranks: the key of each on each diagonal.
+            key = (self.at[..., None] - torch.arange(self.width, device=weight.device))[:, None]
+            across = weight.gather(3, key.clamp(min=0).expand_as(weight))
+            diagonals.append(across.masked_fill_(key < 0, 0.0).sum(2))
         return torch.cat(columns, 1), torch.cat(diagonals, 1)
 
     def entropy(self) -> Tensor:
         """[B, H, L]: how widely each query spreads its weight."""
         return torch.cat([torch.special.entr(weight).sum(-1) for weight in self.weights()], 1)
-
-    def _across(self, weight: Tensor) -> Tensor:
-        """[B, h, n]: the sums of weight [B, h, L, n] along diagonals, for queries at any places."""
-        source = self.at[..., None] - torch.arange(self.width, device=weight.device)
-        outside = (source < 0)[:, None]
-        index = source.clamp(min=0)[:, None]
-        return weight.gather(3, index.expand_as(weight)).masked_fill_(outside, 0.0).sum(2)
 
     def spread(self, found: Tensor) -> Tensor:
         """[B, H, ...]: what was found [B, h, ...] for each head, or, pooled, once for the heads of a key head."""

@@ -17,7 +17,6 @@ from mmaccel.policies.sparse.estimate import Score
 from mmaccel.policies.sparse.orders import (
     IntraPattern,
     Region,
-    TokenOrder,
     once,
     spanned_blocks,
     whole_blocks,
@@ -124,15 +123,14 @@ class Grid(IntraPattern):
 
     def _lines(self, region: Region) -> tuple[Part, ...]:
         """The lines, without the keys of the window and the sink."""
-        classes, covered = self._classes(region), Covered(self.window, self.sink)
-        frames = classes.frames
-        if self.slash and frames is not None:
-            name = "order", region.kinds, covered
-            order = once(frames.memo, name, lambda: ClassOrder.of(region, frames, covered))
-            return order.parts(region, classes, covered, vertical=self.vertical, horizontal=self.horizontal)
-        lines = dict(slash=self.slash, vertical=self.vertical, horizontal=self.horizontal)
-        parts = [_strided_lines(region, classes, covered, **lines)] if self.slash or self.vertical else []
-        return (*parts, _dense_rows(region, classes, covered)) if self.horizontal else tuple(parts)
+        classes, parts = self._classes(region), list[Part]()
+        if self.slash and classes.frames is not None:
+            return self._framed_lines(region, classes, classes.frames)
+        if self.slash or self.vertical:
+            parts.append(self._strided_lines(region, classes))
+        if self.horizontal:
+            parts.append(self._dense_rows(region, classes))
+        return tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         block, most = self.block, most_keys(n_key, self.min_stride)
@@ -152,7 +150,7 @@ class Grid(IntraPattern):
         block = self.block
         line = most_keys(keys, self.min_stride)
         if self.stride == "frame" and region is not None:
-            frames = Frames.of(region, self._search(region))
+            frames = Frames.of(region, self.min_stride, self.max_stride)
             line = min(line, frames.most_keys) if frames.whole else line
         # A block of queries that begins in one class and ends in the next lists all of the one, and lines begin anywhere.
         blocks, each = whole_blocks(rows, block), share * line / block + 2
@@ -161,14 +159,11 @@ class Grid(IntraPattern):
         near = min(near, share * keys / block + 1)
         return blocks * each * (self.slash + self.vertical) + self.horizontal * dense + blocks * near
 
-    def _search(self, region: Region) -> Search:
-        rows = self.horizontal_phase == "queries"
-        return Search(self.min_stride, self.max_stride, self.slack, self.score, rows, region.width)
-
     def _classes(self, region: Region) -> Classes:
         sample = region.last(self.last_q, self.estimate == "group")
-        search = self._search(region)
-        frames = Frames.of(region, search) if self.stride == "frame" else None
+        rows = self.horizontal_phase == "queries"
+        search = Search(self.min_stride, self.max_stride, self.slack, self.score, rows, region.width)
+        frames = Frames.of(region, search.low, search.most) if self.stride == "frame" else None
         framed = frame_phases(sample, frames, search) if frames is not None and frames.some else None
         if framed is not None and framed.frames is not None:
             return framed
@@ -176,73 +171,109 @@ class Grid(IntraPattern):
         free = strided_classes(sample, region.keys, search, **lines)
         return free if frames is None or framed is None else framed.where(frames.fits, free)
 
+    def _uncovered(self, region: Region) -> tuple[Tensor, Tensor]:
+        """What the spans of the window and the sink leave to the lines: for each query the rank [B, P] of the last key, -1
+        for none, and the rows [B, N] of the keys, -1 for the first ones."""
+        keys, at = region.keys, region.at
+        last = (at - self.window).clamp(min=-1) if self.window else at
+        return last, keys.row.masked_fill(keys.rank < self.sink, -1) if self.sink else keys.row
 
-@dataclass(frozen=True)
-class Covered:
-    """What other spans of a head cover, and its lines leave out: the last `window` keys of a query, and the first `sink`."""
+    def _strided_lines(self, region: Region, classes: Classes) -> Part:
+        """The slashes and the vertical line of each head, where heads have classes of their own.
 
-    window: int = 0
-    sink: int = 0
+        Keys are by (class, position), queries by (class of the keys they pair with, position); without slashes the queries
+        stay in the order they are in. The queries of the horizontal line are another part's.
+        """
+        (last, k_row), keys, at, most = self._uncovered(region), region.keys, region.at, classes.most_keys
+        # The code of a key ascends in the order of the keys: base exceeds any rank.
+        base = len(keys) + 1
+        order = by_class(classes.number, classes.count)
+        code = (classes.number * base + keys.rank[:, None]).gather(2, order)
+        number, place = code // base, torch.arange(code.shape[2], device=at.device)
+        k_row = k_row[:, None].expand_as(order).gather(2, order)
+        own = classes.of_queries(at)
+        pair = (own - classes.shift) % classes.stride if self.slash else own
+        q_row, q_at = region.q_row.expand_as(pair), last[:, None].expand_as(pair)
+        own = own.expand_as(pair)
+        if self.slash:
+            order = by_class(torch.where(q_row >= 0, pair, classes.count), classes.count)
+            q_row, q_at, own, pair = (t.gather(2, order) for t in (q_row, q_at, own, pair))
+        if self.horizontal:
+            q_row = torch.where(own == classes.dense, -1, q_row)
+        dtype = torch.int64 if 2 * most * classes.count >= FAR else torch.int32
 
-    def last(self, at: Tensor) -> Tensor:
-        """The rank of the last key that a line shows each query, [B, P] as `at`; -1 where there is none."""
-        return (at - self.window).clamp(min=-1) if self.window else at
+        def find(wanted: Tensor, right: bool = False) -> Tensor:
+            """Where codes [B, x, n] fall among those of the keys [B, h, N]; x is h, or any number when h is 1."""
+            flat = wanted.reshape(*code.shape[:2], -1) if code.shape[1] == 1 else wanted.contiguous()
+            return torch.searchsorted(code, flat, right=right).view_as(wanted)
 
-    def rows(self, keys: TokenOrder) -> Tensor:
-        """[B, N]: the rows of the keys, -1 for the first ones."""
-        return keys.row.masked_fill(keys.rank < self.sink, -1) if self.sink else keys.row
+        def span(rows: Tensor, q_pos: Tensor, k_pos: Tensor, hi: int) -> KeySpan:
+            q_pos = torch.where(q_row >= 0, q_pos, -1).to(dtype)
+            k_pos = torch.where(rows >= 0, k_pos, 0).to(dtype)
+            return span_by_range(q_row, rows, q_pos, k_pos, 0, hi, self.block, self.block)
 
+        spans = []
+        if self.slash:
+            start, end = find(pair * base), find(pair * base + q_at, right=True)
+            rank = place - find(number * base)
+            # Classes lie twice the most keys of a class apart: no pair of two classes is within the range.
+            q_pos, k_pos = pair * (2 * most) + end - start - 1, number * (2 * most) + rank
+            rows = torch.where(number == classes.line, -1, k_row) if self.vertical else k_row
+            spans.append(span(rows, q_pos, k_pos, most))
+        if self.vertical:
+            begin = classes.line * base
+            start, end = find(begin), find(begin + q_at, right=True)
+            rows = torch.where(number == classes.line, k_row, -1)
+            spans.append(span(rows, end - start - 1, place - start, FAR))
+        return Part(q_row, tuple(spans))
 
-def _strided_lines(
-    region: Region, classes: Classes, covered: Covered, *, slash: bool, vertical: bool, horizontal: bool
-) -> Part:
-    """The slashes and the vertical line of each head, where heads have classes of their own.
+    def _framed_lines(self, region: Region, classes: Classes, frames: Frames) -> tuple[Part, ...]:
+        """The lines of each head, where all heads share the classes."""
+        block, most = self.block, frames.most_keys
+        name = "order", region.kinds, self.window, self.sink
+        order = once(frames.memo, name, lambda: ClassOrder.of(region, frames, *self._uncovered(region)))
+        columns = whole_blocks(max(most, 1), block) * block if self.vertical else 0
+        rows = self._dense_size(region, classes) if self.horizontal else 0
+        tokens = order.queries, order.q_begin, order.keys, order.k_begin, frames.stride[:, 0, 0]
+        lines = classes.line, classes.shift, classes.dense
+        wide = order.k_pos.dtype == torch.int64
+        q_row, q_pos, *more = turned_classes(*tokens, *lines, most, wide, columns, rows)
+        spans = [span_by_range(q_row, order.k_row, q_pos, order.k_pos, 0, most, block, block)]
+        if self.vertical:
+            q_pos, k_row, k_pos, *more = more
+            spans.append(span_by_range(q_row, k_row, q_pos, k_pos, 0, FAR, block, block))
+        # Each of the last queries has a rank and so a class: it is dense, or turned.
+        all_rows = region.layer.q_layout.length if region.final else None
+        parts = [Part(q_row, tuple(spans), all_rows=all_rows)]
+        if self.horizontal:
+            parts.append(replace(self._dense_part(region, *more), all_rows=all_rows))
+        return tuple(parts)
 
-    Keys are by (class, position), queries by (class of the keys they pair with, position); without slashes the queries stay
-    in the order they are in. `horizontal`: the queries of the horizontal line are another part's.
-    """
-    keys, at, block, most = region.keys, region.at, region.layer.block, classes.most_keys
-    # The code of a key ascends in the order of the keys: base exceeds any rank.
-    base = len(keys) + 1
-    order = by_class(classes.number, classes.count)
-    code = (classes.number * base + keys.rank[:, None]).gather(2, order)
-    number, place = code // base, torch.arange(code.shape[2], device=at.device)
-    k_row = covered.rows(keys)[:, None].expand_as(order).gather(2, order)
-    own = classes.of_queries(at)
-    pair = (own - classes.shift) % classes.stride if slash else own
-    q_row, q_at = region.q_row.expand_as(pair), covered.last(at)[:, None].expand_as(pair)
-    own = own.expand_as(pair)
-    if slash:
-        order = by_class(torch.where(q_row >= 0, pair, classes.count), classes.count)
-        q_row, q_at, own, pair = (t.gather(2, order) for t in (q_row, q_at, own, pair))
-    if horizontal:
-        q_row = torch.where(own == classes.dense, -1, q_row)
-    dtype = torch.int64 if 2 * most * classes.count >= FAR else torch.int32
+    def _dense_rows(self, region: Region, classes: Classes) -> Part:
+        """The queries of the horizontal line, in their order, over every key not after them but those of other spans."""
+        chosen = classes.of_queries(region.at) == classes.dense
+        size = self._dense_size(region, classes)
+        slot = torch.where(chosen, chosen.long().cumsum(2) - 1, size)
 
-    def find(wanted: Tensor, right: bool = False) -> Tensor:
-        """Where codes [B, x, n] fall among those of the keys [B, h, N]; x is h, or any number when h is 1."""
-        flat = wanted.reshape(*code.shape[:2], -1) if code.shape[1] == 1 else wanted.contiguous()
-        return torch.searchsorted(code, flat, right=right).view_as(wanted)
+        def gathered(values: Tensor) -> Tensor:
+            none = torch.full((*chosen.shape[:2], size + 1), -1, dtype=torch.int32, device=values.device)
+            return none.scatter_(2, slot, values.expand_as(slot))[..., :-1].contiguous()
 
-    def span(rows: Tensor, q_pos: Tensor, k_pos: Tensor, hi: int) -> KeySpan:
-        q_pos = torch.where(q_row >= 0, q_pos, -1).to(dtype)
-        k_pos = torch.where(rows >= 0, k_pos, 0).to(dtype)
-        return span_by_range(q_row, rows, q_pos, k_pos, 0, hi, block, block)
+        last, _ = self._uncovered(region)
+        return self._dense_part(region, gathered(region.q_row), gathered(last[:, None]))
 
-    spans = []
-    if slash:
-        start, end = find(pair * base), find(pair * base + q_at, right=True)
-        rank = place - find(number * base)
-        # Classes lie twice the most keys of a class apart: no pair of two classes is within the range.
-        q_pos, k_pos = pair * (2 * most) + end - start - 1, number * (2 * most) + rank
-        rows = torch.where(number == classes.line, -1, k_row) if vertical else k_row
-        spans.append(span(rows, q_pos, k_pos, most))
-    if vertical:
-        begin = classes.line * base
-        start, end = find(begin), find(begin + q_at, right=True)
-        rows = torch.where(number == classes.line, k_row, -1)
-        spans.append(span(rows, end - start - 1, place - start, FAR))
-    return Part(q_row, tuple(spans))
+    def _dense_size(self, region: Region, classes: Classes) -> int:
+        """Space for as many queries of one line as there can be, in whole blocks."""
+        # Queries of one rank are of one class; others are of no more than keys are.
+        size = region.at.shape[1] if region.ties else min(classes.most_keys, region.at.shape[1])
+        return size + -size % self.block
+
+    def _dense_part(self, region: Region, q_row: Tensor, last: Tensor) -> Part:
+        """Queries [B, H, n], and the ranks of the last keys that they may see, over every key up to there."""
+        (_, k_row), keys, block = self._uncovered(region), region.keys, self.block
+        order = q_row, k_row[:, None], last, keys.rank[:, None]
+        ordered = None if self.sink else keys.count
+        return Part(q_row, (span_by_range(*order, 0, FAR, block, block, ordered=ordered, ranks=True),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,8 +295,8 @@ class ClassOrder:
     k_pos: Tensor
 
     @classmethod
-    def of(cls, region: Region, frames: Frames, covered: Covered) -> ClassOrder:
-        """That of the queries and keys of `region`."""
+    def of(cls, region: Region, frames: Frames, last: Tensor, k_row: Tensor) -> ClassOrder:
+        """That of the queries and keys of `region`, as `Grid._uncovered` leaves them to lines."""
         number, at, most = frames.number[:, 0], region.at.long(), frames.most_keys
         edge = torch.arange(frames.widest + 1, device=at.device).expand(len(at), -1).contiguous()
 
@@ -275,64 +306,11 @@ class ClassOrder:
             return tokens, torch.searchsorted(tokens[2].long(), edge, out_int32=True)
 
         own = torch.where(at >= 0, number.gather(1, at.clamp(min=0)), FAR)
-        last = covered.last(at) if covered.window else at.clamp(min=0)
         queries, q_begin = ordered(torch.where(at >= 0, region.q_row[:, 0], -1), last, own)
-        keys, k_begin = ordered(covered.rows(region.keys), region.keys.rank.long(), number)
+        keys, k_begin = ordered(k_row, region.keys.rank.long(), number)
         row, of = keys[0], keys[2].long()
         begin = k_begin.long().gather(1, of.clamp(max=frames.widest))
         k_pos = of * (2 * most) + torch.arange(row.shape[1], device=row.device) - begin
         wide = 2 * most * frames.widest >= FAR
         k_pos = torch.where(row >= 0, k_pos, 0).to(torch.int64 if wide else torch.int32)
         return cls(queries, q_begin, keys, k_begin, row[:, None].contiguous(), k_pos[:, None])
-
-    def parts(
-        self, region: Region, classes: Classes, covered: Covered, *, vertical: bool, horizontal: bool
-    ) -> tuple[Part, ...]:
-        """The lines of each head: its slashes, and what else is asked for."""
-        block, most = region.layer.block, classes.most_keys
-        columns = whole_blocks(max(most, 1), block) * block if vertical else 0
-        rows = _dense_size(region, classes) if horizontal else 0
-        assert classes.frames is not None
-        order = self.queries, self.q_begin, self.keys, self.k_begin, classes.frames.stride[:, 0, 0]
-        lines = classes.line, classes.shift, classes.dense
-        q_row, q_pos, *more = turned_classes(
-            *order, *lines, most, self.k_pos.dtype == torch.int64, columns, rows
-        )
-        spans = [span_by_range(q_row, self.k_row, q_pos, self.k_pos, 0, most, block, block)]
-        if vertical:
-            q_pos, k_row, k_pos, *more = more
-            spans.append(span_by_range(q_row, k_row, q_pos, k_pos, 0, FAR, block, block))
-        # Each of the last queries has a rank and so a class: it is dense, or turned.
-        all_rows = region.layer.q_layout.length if region.final else None
-        parts = [Part(q_row, tuple(spans), all_rows=all_rows)]
-        if horizontal:
-            parts.append(replace(_dense_part(region, covered, more[0], more[1]), all_rows=all_rows))
-        return tuple(parts)
-
-
-def _dense_rows(region: Region, classes: Classes, covered: Covered) -> Part:
-    """The queries of the horizontal line, in their order, over every key not after them but those that others cover."""
-    chosen = classes.of_queries(region.at) == classes.dense
-    size = _dense_size(region, classes)
-    slot = torch.where(chosen, chosen.long().cumsum(2) - 1, size)
-
-    def gathered(values: Tensor) -> Tensor:
-        none = torch.full((*chosen.shape[:2], size + 1), -1, dtype=torch.int32, device=values.device)
-        return none.scatter_(2, slot, values.expand_as(slot))[..., :-1].contiguous()
-
-    return _dense_part(region, covered, gathered(region.q_row), gathered(covered.last(region.at)[:, None]))
-
-
-def _dense_size(region: Region, classes: Classes) -> int:
-    """Space for as many queries of one line as there can be, in whole blocks."""
-    # Queries of one rank are of one class; others are of no more than keys are.
-    size = region.at.shape[1] if region.ties else min(classes.most_keys, region.at.shape[1])
-    return size + -size % region.layer.block
-
-
-def _dense_part(region: Region, covered: Covered, q_row: Tensor, last: Tensor) -> Part:
-    """Queries [B, H, n], and the ranks of the last keys that they may see, over every key up to there."""
-    keys, block = region.keys, region.layer.block
-    order = q_row, covered.rows(keys)[:, None], last, keys.rank[:, None]
-    ordered = None if covered.sink else keys.count
-    return Part(q_row, (span_by_range(*order, 0, FAR, block, block, ordered=ordered, ranks=True),))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -274,6 +275,11 @@ class RegionPattern(SparsePattern):
     def layer_parts(self, layer: LayerInputs) -> Sequence[Part]:
         """The parts of the plan of one layer."""
 
+    @cached_property
+    def _key(self) -> str:
+        """`repr`, made once: equal patterns of different layers have the same."""
+        return repr(self)
+
     @property
     def reads_layer(self) -> bool:
         """Whether the plan depends on the tensors of a layer; one that does not is made once for all layers."""
@@ -294,7 +300,7 @@ class RegionPattern(SparsePattern):
             return None
         if self.reads_layer:
             return layer.plan(self.layer_parts(layer))
-        name = "plan", pattern_key(self), layer.heads, layer.query.shape[::2], layer.key.shape[2]
+        name = "plan", self._key, layer.heads, layer.query.shape[::2], layer.key.shape[2]
         return remember(layer.memo, name, lambda: layer.plan(self.layer_parts(layer)))
 
 
@@ -313,7 +319,7 @@ class IntraPattern(RegionPattern):
         """The parts of a region; of a pattern that looks at the layout alone, made once for all layers."""
         if self.adaptive:
             return self.parts(region)
-        return remember(region.layer.memo, (pattern_key(self), region.kinds), lambda: self.parts(region))
+        return remember(region.layer.memo, (self._key, region.kinds), lambda: self.parts(region))
 
     def layer_parts(self, layer: LayerInputs) -> tuple[Part, ...]:
         return self.cached_parts(layer.region())
@@ -342,15 +348,6 @@ class IntraPattern(RegionPattern):
     ) -> float:
         region = None if layouts is None else LayerInputs.of_layouts(*layouts, self.block).region()
         return self.estimate_blocks(n_query, n_key, seen_share(n_query, n_key), region)
-
-
-def pattern_key(pattern: SparsePattern) -> str:
-    """`repr` of a pattern, made once: equal patterns of different layers have the same."""
-    key: str | None = getattr(pattern, "_key", None)
-    if key is None:
-        key = repr(pattern)
-        object.__setattr__(pattern, "_key", key)
-    return key
 
 
 def seen_share(n_query: int, n_key: int) -> float:

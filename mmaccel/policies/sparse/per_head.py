@@ -208,6 +208,7 @@ class LayerHeads(SparsePattern):
     name: ClassVar[str] = PerHead.name
     adaptive: ClassVar[bool] = True
     rounded: ClassVar[bool] = True
+    reads_values: ClassVar[bool] = True  # of heads that do
 
     named: Mapping[int, SparsePattern]
     rest: SparsePattern = field(default_factory=Dense)
@@ -229,12 +230,12 @@ class LayerHeads(SparsePattern):
         return kinds
 
     def plan(
-        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
-    ) -> AttentionPlan | None:
-        return self.plan_layer(query, key, None, q_layout, k_layout)
-
-    def plan_layer(
-        self, query: Tensor, key: Tensor, value: Tensor | None, q_layout: TokenLayout, k_layout: TokenLayout
+        self,
+        query: Tensor,
+        key: Tensor,
+        q_layout: TokenLayout,
+        k_layout: TokenLayout,
+        value: Tensor | None = None,
     ) -> AttentionPlan | None:
         heads, group = query.shape[1], query.shape[1] // key.shape[1]
         shares: list[Share] = []

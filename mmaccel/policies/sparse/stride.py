@@ -60,49 +60,50 @@ class Search:
     rows: bool
     keys: int
 
-    @property
-    def most_keys(self) -> int:
-        """The most keys a query can see of one class: those of the least stride, or all of too short a sequence."""
-        return most_keys(self.keys, self.low)
-
 
 def most_keys(keys: int, low: int) -> int:
     """The most of `keys` keys that a query can see of one class when no stride is below `low`."""
     return max(-(-keys // low), min(keys, 3 * low - 1))
 
 
-def best_stride(
-    columns: Tensor | None, diagonals: Tensor | None, at: Tensor, search: Search, fused: bool = False
-) -> Tensor:
-    """[B, H, 1]: the smallest stride whose best lines weigh within the slack of the best of any stride.
+def strided_classes(
+    sample: LastQueries, keys: TokenOrder, search: Search, *, by_columns: bool, by_diagonals: bool
+) -> Classes:
+    """Classes by rank modulo the best stride, with the phases of the heaviest lines.
 
-    columns, diagonals [B, H, n] the standing of lines, or None; at [B] rank of the last query. A stride weighs what its
-    heaviest class of columns and its heaviest class of diagonals weigh together, and nothing where three of it do not fit.
-    fused: the device weighs all strides in one launch; one by one they are ten thousand.
+    The best stride is the smallest whose best lines weigh within the slack of the best of any. It weighs what its heaviest
+    class of columns and its heaviest class of diagonals weigh together, and nothing where three of it do not fit. Where
+    fewer than 3 * low keys are seen no stride repeats, and it is 1: one class, of which every line is made.
     """
-    some = columns if columns is not None else diagonals
-    assert some is not None
-    # The largest stride is one that repeats.
+    layout, n, at = sample.sample, sample.width, sample.at[:, -1]
+    # There is a diagonal of each distance at which the last query sees a column.
+    value = standing(torch.stack(sample.lines()) / layout.askers, layout.seen, search.score)
+    columns, diagonals = value
     low, high = search.low, max(search.low, min(search.most, search.keys // 3))
-    width = min(some.shape[2], REACH * high)
-    step = torch.arange(width, device=some.device)
-    there = (step <= at[:, None])[None, :, None]
+    width = min(n, REACH * high)
+    step = torch.arange(width, device=at.device)
     recent = (at[:, None] - step).clamp(min=0)[:, None]
-    lines = [columns.gather(2, recent.expand(*columns.shape[:2], -1))] if columns is not None else []
-    lines += [diagonals[..., :width]] if diagonals is not None else []
-    value = torch.stack(lines)
-    strides = torch.arange(low, high + 1, device=some.device)
-    if fused:
-        score = stride_scores(value, at, low, high, search.score)
+    lines = [columns.gather(2, recent.expand(*columns.shape[:2], -1))] if by_columns else []
+    near = torch.stack([*lines, diagonals[..., :width]] if by_diagonals else lines)
+    strides = torch.arange(low, high + 1, device=at.device)
+    if sample.fused:
+        # All strides in one launch; one by one they are ten thousand.
+        score = stride_scores(near, at, low, high, search.score)
     else:
-        value = value.masked_fill(~there, 0.0)
-        each = [_heaviest(value, there, s, search.score) for s in range(low, high + 1)]
+        there = (step <= at[:, None])[None, :, None]
+        near = near.masked_fill(~there, 0.0)
+        each = [_heaviest(near, there, s, search.score) for s in range(low, high + 1)]
         score = torch.stack(each, -1)
     score = score.masked_fill((3 * strides > at[:, None] + 1)[:, None], -torch.inf)
     best = score.amax(-1, keepdim=True)
     good = score >= best - search.slack * best.abs()
-    stride: Tensor = low + good.to(torch.uint8).argmax(-1, keepdim=True)
-    return stride
+    stride = low + good.to(torch.uint8).argmax(-1, keepdim=True)
+    stride = stride.masked_fill((at + 1 < 3 * low)[:, None, None], 1)
+    number = torch.where((keys.row >= 0)[:, None], keys.rank[:, None] % stride, search.most)
+    own, classes = number[..., :n], search.most + 1
+    line, shift = class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
+    dense = evenest(sample.entropy(), sample.at, own, classes) if search.rows else line
+    return Classes(number, stride, line, dense, shift, most_keys(search.keys, low), classes)
 
 
 def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor:
@@ -113,26 +114,6 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
     inside = torch.nn.functional.pad(there, (0, short)).view(*there.shape[:-1], lines, stride)
     largest = folded.masked_fill(~inside, -torch.inf).amax(-2)
     return judged(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
-
-
-def strided_classes(
-    sample: LastQueries, keys: TokenOrder, search: Search, *, by_columns: bool, by_diagonals: bool
-) -> Classes:
-    """Classes by rank modulo the best stride, with the phases of the heaviest lines.
-
-    Where fewer than 3 * low keys are seen no stride repeats, and it is 1: one class, of which every line is made.
-    """
-    last, seen = sample.at[:, -1], sample.sample.seen
-    # There is a diagonal of each distance at which the last query sees a column.
-    value = standing(torch.stack(sample.lines()) / sample.sample.askers, seen, search.score)
-    lines = value[0] if by_columns else None, value[1] if by_diagonals else None
-    stride = best_stride(*lines, last, search, sample.fused)
-    stride = stride.masked_fill((last + 1 < 3 * search.low)[:, None, None], 1)
-    number = torch.where((keys.row >= 0)[:, None], keys.rank[:, None] % stride, search.most)
-    own, classes = number[..., : sample.width], search.most + 1
-    line, shift = class_scores(value, own, seen, classes, search.score).argmax(-1, keepdim=True)
-    dense = evenest(sample.entropy(), sample.at, own, classes) if search.rows else line
-    return Classes(number, stride, line, dense, shift, search.most_keys, classes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,10 +135,10 @@ class Frames:
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, region: Region, search: Search) -> Frames:
-        """Those of the keys of `region`, made once for a prompt."""
-        name = "frames", region.kinds[1], search.low, search.most
-        return once(region.layer.memo, name, lambda: cls._made(region, search.low, search.most))
+    def of(cls, region: Region, low: int, high: int) -> Frames:
+        """Those of the keys of `region`, for strides of `low` to `high`; made once for a prompt."""
+        name = "frames", region.kinds[1], low, high
+        return once(region.layer.memo, name, lambda: cls._made(region, low, high))
 
     @classmethod
     def _made(cls, region: Region, low: int, high: int) -> Frames:
@@ -251,7 +232,7 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
             shifts.append(score.argmax(-1, keepdim=True))
         line, shift = torch.cat(lines, 1), torch.cat(shifts, 1)
         dense = evenest(sample.entropy(), sample.at, own, classes) if search.rows else line
-    most, whole = (frames.most_keys, frames) if frames.whole else (search.most_keys, None)
+    most, whole = (frames.most_keys, frames) if frames.whole else (most_keys(search.keys, search.low), None)
     return Classes(frames.number, frames.stride, line, dense, shift, most, classes, whole)
 
 

@@ -32,11 +32,11 @@ def test_what_travels_with_the_prompt() -> None:
     _remote_drafter.Remote(worker, VOCAB).begin(given, Halved(torch.tensor([2.0])), False, False, 0)
     assert worker.inputs.keys() == {"input_ids", "second_per_grid_ts"}
     assert worker.inputs["second_per_grid_ts"] == [0.5, 1.0]
-    warp = _remote_drafter._unpacked(worker.warp, "meta")
+    warp = _remote_drafter._unpacked(worker, worker.warp, "meta")
     assert isinstance(warp, Halved) and warp.by.is_meta, "its tensors are where the draft's logits are"
     with pytest.warns(MmaccelWarning, match="give logits processors that can be pickled"):
         _remote_drafter.Remote(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False, 0)
-    assert _remote_drafter._unpacked(worker.warp, "cpu") is None
+    assert _remote_drafter._unpacked(worker, worker.warp, "cpu") is None
 
 
 def test_a_prompt_arrives_as_it_was_sent() -> None:

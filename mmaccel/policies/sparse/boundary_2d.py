@@ -101,15 +101,15 @@ class Boundary(RegionPattern):
     ) -> float:
         if layouts is None:
             return self.max_blocks_total(n_query, n_key)
-        q_counts: dict[int | None, int] = {None: n_query, **layouts[0].census}
-        k_counts: dict[int | None, int] = {None: n_key, **layouts[1].census}
-        layer, share = LayerInputs.of_layouts(*layouts, self.block), seen_share(n_query, n_key)
-        return sum(
-            pattern.estimate_blocks(q_counts[q], k_counts[k], share, layer.region(q, k))
-            for q, patterns in self.groups.items()
-            for k, pattern in patterns.items()
-            if pattern is not None and q_counts[q] and k_counts[k]
-        )
+        (queries, keys), share, total = layouts, seen_share(n_query, n_key), 0.0
+        layer = LayerInputs.of_layouts(queries, keys, self.block)
+        for q, patterns in self.groups.items():
+            rows = n_query if q is None else queries.census[q]
+            for k, pattern in patterns.items():
+                among = n_key if k is None else keys.census[k]
+                if pattern is not None and rows and among:
+                    total += pattern.estimate_blocks(rows, among, share, layer.region(q, k))
+        return total
 
     def per_head(self, heads: int) -> tuple[str, ...]:
         """The boundary and, in brackets, the pattern that most pairs follow within it: that of videos, or of text."""

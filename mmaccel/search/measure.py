@@ -220,7 +220,6 @@ def timed(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
         begin = time.process_time()
         return run(), time.process_time() - begin
     torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    result = run()
+    begin, result = time.perf_counter(), run()
     torch.cuda.synchronize(device)
     return result, time.perf_counter() - begin

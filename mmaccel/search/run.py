@@ -121,7 +121,7 @@ def search(
             begin = time.perf_counter()
             heads = scored(Bench(inside, about["backend"]), space, modalities, block, tolerance, tick)
             row = {"layer": inside.layer, "heads": heads, "seconds": time.perf_counter() - begin}
-            parts.add({**row, "peak_bytes": peak_bytes(device)})
+            parts.rows.add({**row, "peak_bytes": peak_bytes(device)})
 
         watch(model, inputs, visit, missing)
         layers = parts.layers()
@@ -133,7 +133,7 @@ def search(
             "peak_bytes": max(row["peak_bytes"] for row in layers.values()),
         }
         write_whole(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
-        parts.remove()
+        parts.rows.rows.clear()  # the table is written, and what was kept for it goes
         return table
 
 
@@ -193,13 +193,13 @@ def _levelled(
     def measure(pattern: Mapping[str, Any]) -> dict[str, Any]:
         repeats = settings.repeats if settings.cost == "seconds" else 0
         row = bench.cost(pattern, about["target"], repeats)
-        parts.add({"measured": row})
+        parts.rows.add({"measured": row})
         return row
 
     ledger = Ledger(settings.cost, parts.all("measured"), measure)
     tick = _ticking(progress, "level", len(rows(scale)) * len(kinds))
     space = levelled(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
-    parts.add({"spent": time.perf_counter() - begin})
+    parts.rows.add({"spent": time.perf_counter() - begin})
     return about, ledger, space
 
 
@@ -223,7 +223,7 @@ class Parts:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._rows: Rows
+        self.rows: Rows
 
     @contextmanager
     def alone(self) -> Iterator[Parts]:
@@ -237,7 +237,7 @@ class Parts:
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
                 stack.callback(os.close, handle)
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._rows = Rows(self.path, "about")
+                self.rows = Rows(self.path, "about")
             except BlockingIOError as error:
                 raise RecipeError(
                     f"another search is at work in {self.path}; wait for its end, or give another --out."
@@ -249,7 +249,7 @@ class Parts:
             try:
                 yield self
             finally:
-                if not self._rows.rows:  # nothing was done
+                if not self.rows.rows:  # nothing was done
                     self.path.unlink(missing_ok=True)
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -257,7 +257,7 @@ class Parts:
         now = json.loads(json.dumps(about))
         known = self.all("about")
         if not known:
-            self.add({"about": about})
+            self.rows.add({"about": about})
         elif known[0] != now:
             names = differing(known[0], now) if isinstance(known[0], dict) else ["beginning"]
             other = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
@@ -266,22 +266,13 @@ class Parts:
                 "another --out."
             )
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Write one row at once."""
-        self._rows.add(row)
-
     def all(self, key: str) -> list[Any]:
         """What the rows have under `key`, in order."""
-        return [row[key] for row in self._rows.rows if key in row]
+        return [row[key] for row in self.rows.rows if key in row]
 
     def layers(self) -> dict[int, dict[str, Any]]:
         """The layers that are done, by number: what was measured for their heads, seconds, the most memory held."""
-        return {row["layer"]: row for row in self._rows.rows if "layer" in row}
-
-    def remove(self) -> None:
-        """The table is written: what was kept for it goes."""
-        self.path.unlink(missing_ok=True)
-        self._rows.rows.clear()
+        return {row["layer"]: row for row in self.rows.rows if "layer" in row}
 
 
 def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

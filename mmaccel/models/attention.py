@@ -49,8 +49,8 @@ def attention(
     if not isinstance(attention_mask, ForwardPass | PackedPass):
         return _plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     weights = None
-    packed = isinstance(attention_mask, PackedPass)
-    if kwargs.get("output_attentions") and (packed or not attention_mask.stream):
+    streams = isinstance(attention_mask, ForwardPass) and attention_mask.stream
+    if kwargs.get("output_attentions") and not streams:
         attention_mask, weights = with_weights(attention_mask)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]

@@ -214,8 +214,9 @@ class Prefetcher:
         if guessed:
             self._counts["guessed"] += int((torch.cat(guessed) >= 0).sum())
         if brought:
-            codes = torch.cat([one.code for one in brought]).cpu().split([len(one.code) for one in brought])
-            for one, code in zip(brought, codes, strict=True):
+            codes = torch.cat([one.code for one in brought]).cpu()
+            parts = torch.split(codes, [len(one.code) for one in brought])  # type: ignore[no-untyped-call]
+            for one, code in zip(brought, parts, strict=True):
                 self._count(one, code)
 
     def counts(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ from mmaccel.policies.kv.mosaic.clusters import (
     merge,
     one_thread,
 )
-from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, Threshold, UnitMeans, kmeans, refine
+from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, refine
 
 LEVELS = "visual", "semantic"
 ZERO = torch.zeros(1, dtype=torch.long)
@@ -83,7 +83,7 @@ class Hierarchy:
             kept |= {"centre_look": means.centre[0], "centre_key": means.centre[1]}
             for name, level, bounds in zip(LEVELS, (self.visual, self.semantic), self._bounds, strict=True):
                 kept |= {f"{name}.{row}": value for row, value in level.tensors().items()}
-                kept[f"{name}.threshold"] = torch.stack([bounds.threshold.small, bounds.threshold.large])
+                kept[f"{name}.threshold"] = torch.stack([bounds.small, bounds.large])
         return kept
 
     def load(self, kept: dict[str, Tensor], buffer: list[list[int]], counters: dict[str, int]) -> None:
@@ -97,8 +97,8 @@ class Hierarchy:
         sizes = rules.visual, rules.semantic
         for name, level, size in zip(LEVELS, (self.visual, self.semantic), sizes, strict=True):
             level.load({row: kept[f"{name}.{row}"] for row in (*ROWS, "owner")})
-            threshold = Threshold(*kept[f"{name}.threshold"], rules.alpha)
-            made.append(Bounds(threshold, rules.smallest, rules.most(size)))
+            small, large = kept[f"{name}.threshold"]
+            made.append(Bounds(small, large, rules.alpha, rules.smallest, rules.most(size)))
         self._bounds = made[0], made[1]
         self.children = Children.of_parents(self.semantic.parent)
         self.buffer = [list(ids) for ids in buffer]
@@ -163,8 +163,8 @@ class Hierarchy:
             members = (label == one).nonzero().T
             self.visual.fill(ZERO, self.visual.take(ZERO, ZERO - 1), members, looks[members])
         self._unmix(self.visual, means.look_points, lambda *_: None)
-        visual = Bounds(rules.calibrate(self.visual), rules.smallest, rules.most(rules.visual))
-        self._bounds = visual, Bounds(rules.calibrate(self.semantic), rules.smallest, None)
+        visual = rules.calibrate(self.visual, rules.visual)
+        self._bounds = visual, rules.calibrate(self.semantic, None)
         self._refine_visual(self.visual.size[0].nonzero()[:, 0])
         everything = torch.arange(self.layers)
         for one in self.visual.size[0].nonzero()[:, 0].tolist():
@@ -176,8 +176,7 @@ class Hierarchy:
                 members = inside.masked_fill(labels != cluster, -1)
                 self.semantic.fill(everything, self._open(everything, one), members, x)
         self._unmix(self.semantic, means.key_points, self._nested)
-        bounds = Bounds(rules.calibrate(self.semantic), rules.smallest, rules.most(rules.semantic))
-        self._bounds = visual, bounds
+        self._bounds = visual, rules.calibrate(self.semantic, rules.semantic)
         self._refine(*(self.semantic.size > 0).nonzero(as_tuple=True))
 
     def _unmix(
@@ -188,7 +187,7 @@ class Hierarchy:
     ) -> None:
         """Split the clusters that lose the share `unmix` of their variance by it."""
         rules, least = self.rules, torch.full((level.layers,), FLOOR, dtype=level.variance.dtype)
-        bounds = Bounds(Threshold(least, least, rules.alpha), rules.smallest, level.owner.shape[1])
+        bounds = Bounds(least, least, rules.alpha, rules.smallest, level.owner.shape[1])
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
         refine(level, bounds, points, layer, cluster, split, gain=rules.unmix, iterations=rules.iterations)
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
@@ -208,7 +207,7 @@ class Hierarchy:
         near, bounds = slice(best, best + 1), self.bounds[0]
         centroid, n = level.centroid[0, near], level.size[0, near]
         apart = (u - centroid).square().sum(-1)
-        if bool(apart > rules.new_scene * bounds.threshold.at(ZERO, n + 1)):
+        if bool(apart > rules.new_scene * bounds.threshold(ZERO, n + 1)):
             cluster = level.take(ZERO, ZERO - 1)
             level.fill(ZERO, cluster, torch.tensor([[unit]]), u[:, None])
             self.counters["scenes"] += 1
@@ -327,7 +326,7 @@ class Hierarchy:
         n = level.size[layer, mini] + 1
         bounds = self.bounds[1]
         assert bounds.largest is not None
-        fits = (s2 <= bounds.threshold.at(layer, n)) & (n <= bounds.largest) & waiting.any(1)
+        fits = (s2 <= bounds.threshold(layer, n)) & (n <= bounds.largest) & waiting.any(1)
         if bool(fits.any()):
             level.add(layer[fits], mini[fits], unit, c[fits], s2[fits])
         single, home = layer[~fits], home[~fits]

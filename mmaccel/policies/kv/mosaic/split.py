@@ -37,7 +37,7 @@ class Rules:
 
     smallest, largest  units below which a cluster is not split, and above which a semantic one is; `largest` holds for the
                        visual level in proportion
-    tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `Threshold`
+    tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `Bounds`
     new_scene  a unit whose squared distance to the nearest visual cluster is above so many thresholds opens one
     gain       a split must lower the variance by this share, or it is not made
     unmix      before the first thresholds are set, a cluster that loses this share of its variance when it is split is
@@ -62,21 +62,21 @@ class Rules:
         """The largest cluster of a level of mean size `mean`, in the proportion of the semantic level's."""
         return self.largest * mean // self.semantic
 
-    def calibrate(self, level: ClusterTable) -> Threshold:
-        """From the clusters that a level has now."""
+    def calibrate(self, level: ClusterTable, mean: int | None) -> Bounds:
+        """From the clusters that a level has now, of mean size `mean`; None: it has no bounds yet."""
         used = slice(0, level.used)
         s2, n = level.variance[:, used], level.size[:, used]
         weight = n.to(s2.dtype)
-        mean = (s2 * weight).sum(1) / weight.sum(1).clamp_min(1)
-        small, large = ((tau * mean).clamp(FLOOR, CAP) for tau in (self.tau_small, self.tau_large))
-        return Threshold(small, large, self.alpha)
+        usual = (s2 * weight).sum(1) / weight.sum(1).clamp_min(1)
+        small, large = ((tau * usual).clamp(FLOOR, CAP) for tau in (self.tau_small, self.tau_large))
+        return Bounds(small, large, self.alpha, self.smallest, None if mean is None else self.most(mean))
 
 
 @dataclass(frozen=True, eq=False)
-class Threshold:
-    """Mosaic's equation 5: the variance that a cluster may have goes from `small` to `large` [L] as it grows, at rate
-    `alpha`.
+class Bounds:
+    """What a cluster of one level may be. `largest` None: any size and any variance.
 
+    Mosaic's equation 5: the variance that a cluster may have goes from `small` to `large` [L] as it grows, at rate `alpha`.
     Small clusters are held to the lower bound, as the equation's symbols say; the population variance of few points
     underestimates by (n - 1) / n, so this alone is neutral. (The paper's prose says the other way round.)
     """
@@ -84,26 +84,19 @@ class Threshold:
     small: Tensor
     large: Tensor
     alpha: float
-
-    def at(self, layer: Tensor, n: Tensor) -> Tensor:
-        """The threshold of clusters of size `n` [...] at layers `layer` [...]."""
-        small, large = self.small[layer], self.large[layer]
-        return small + (large - small) * (1 - torch.exp((1 - n.to(small.dtype)) / self.alpha))
-
-
-@dataclass(frozen=True, eq=False)
-class Bounds:
-    """What a cluster of one level may be. `largest` None: any size and any variance."""
-
-    threshold: Threshold
     smallest: int
     largest: int | None
+
+    def threshold(self, layer: Tensor, n: Tensor) -> Tensor:
+        """That of clusters of size `n` [...] at layers `layer` [...]."""
+        small, large = self.small[layer], self.large[layer]
+        return small + (large - small) * (1 - torch.exp((1 - n.to(small.dtype)) / self.alpha))
 
     def exceeded(self, layer: Tensor, n: Tensor, s2: Tensor, limit: Tensor) -> Tensor:
         """[b] whether clusters of size `n`, variance `s2` and own limit `limit` [b] must be split."""
         if self.largest is None:
             return torch.zeros_like(n, dtype=torch.bool)
-        loose = s2 > torch.maximum(self.threshold.at(layer, n), limit)
+        loose = s2 > torch.maximum(self.threshold(layer, n), limit)
         return ((n >= self.smallest) & loose) | (n > self.largest)
 
 

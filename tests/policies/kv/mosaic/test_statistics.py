@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, insert, merge, pooled, summary
-from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Rules, Threshold, unit
+from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Bounds, Rules, unit
 
 
 def points(n: int, seed: int, d: int = 5) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_the_threshold_moves_from_one_bound_to_the_other() -> None:
     small, large = torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.6])
     layer, n = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 9])
     grown = 1 - math.exp(-8 / 8)
-    found = Threshold(small, large, 8.0).at(layer, n)
+    found = Bounds(small, large, 8.0, 4, None).threshold(layer, n)
     assert found.tolist() == pytest.approx([0.1, 0.2, 0.2 + 0.4 * grown])
 
 
@@ -62,6 +62,6 @@ def test_the_threshold_is_calibrated_layer_by_layer() -> None:
     level = ClusterTable(3, 1, torch.float32)
     level.variance, level.size = s2, n
     level._count_ids()
-    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(level)
+    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(level, None)
     assert made.small.tolist() == pytest.approx([1.25 * 0.175, FLOOR, CAP])
     assert made.large.tolist() == pytest.approx([2 * 0.175, FLOOR, CAP])

@@ -54,19 +54,16 @@ class OffloadStream(WholeStream):
         if head is None:
             self._heads[layer] = key, value
             return key, value
+        past = self._past(layer, head, self._count)
         if piece is not None and piece.kind == "units":
-            past = self._past(layer, head, self._count)
             self.store.put(layer, range(piece.first, piece.first + piece.count), key, value)
             return torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
         end, old = self._extra + key.shape[2], self._turns[layer] or (None, None)
-        held = (
-            grow_buffer(old[0], 2, end, like=key, used=self._extra),
-            grow_buffer(old[1], 2, end, like=value, used=self._extra),
-        )
-        held[0][:, :, self._extra : end], held[1][:, :, self._extra : end] = key, value
-        self._turns[layer] = held
-        past = self._past(layer, head, self._count)
-        return torch.cat([past[0], held[0][:, :, :end]], 2), torch.cat([past[1], held[1][:, :, :end]], 2)
+        held_key = grow_buffer(old[0], 2, end, like=key, used=self._extra)
+        held_value = grow_buffer(old[1], 2, end, like=value, used=self._extra)
+        held_key[:, :, self._extra : end], held_value[:, :, self._extra : end] = key, value
+        self._turns[layer] = held_key, held_value
+        return torch.cat([past[0], held_key[:, :, :end]], 2), torch.cat([past[1], held_value[:, :, :end]], 2)
 
     def _past(self, layer: int, head: Pair, units: int) -> Pair:
         if not units:

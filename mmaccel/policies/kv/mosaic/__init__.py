@@ -63,26 +63,15 @@ class Clusters(IndexPolicy):
         check_choice("clusters", "first_stage", self.first_stage, ("key", "look"))
         check_choice("clusters", "splits", self.splits, ("passes", "all"))
 
-    def rules(self, stream: Stream) -> Rules:
-        """The numbers of the clustering, in units."""
-        return Rules(
-            init=stream.units(self.init), visual=self.visual, semantic=self.semantic, buffer=self.buffer
-        )
-
     def open(
         self, stream: Stream, geometry: Geometry, device: torch.device, window: int, summaries: bool
     ) -> ClusterIndex:
-        return ClusterIndex(
-            self.rules(stream),
-            stream,
-            geometry,
-            device,
-            window,
-            summaries=summaries,
-            cosine=self.similarity == "cosine",
-            by_look=self.first_stage == "look",
-            every=self.splits == "all",
+        rules = Rules(
+            init=stream.units(self.init), visual=self.visual, semantic=self.semantic, buffer=self.buffer
         )
+        how = {"cosine": self.similarity == "cosine", "by_look": self.first_stage == "look"}
+        every = self.splits == "all"
+        return ClusterIndex(rules, stream, geometry, device, window, summaries=summaries, every=every, **how)
 
 
 @register("kv", "mosaic")

@@ -127,8 +127,9 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
         raise UnknownName("backend", name, ("auto", *BACKENDS))
     reason = _why_not(name, device)
     if reason is not None:
+        others = ", ".join(repr(n) for n, why in usable(device).items() if why is None)
         raise RecipeError(
-            f"backend {name!r} cannot run on {device}: {reason}; choose 'auto' or one of {_others(device)}."
+            f"backend {name!r} cannot run on {device}: {reason}; choose 'auto' or one of {others}."
         )
     op: BlockAttend = import_module(BACKENDS[name]).op
     return op
@@ -153,10 +154,6 @@ def _reason(costs: Costs, best: str, shape: Shape, again: bool) -> str:
     told += [f"{name} not tried: {why}" for name, why in costs.untried.items()]
     when = "measured before" if again else "measured"
     return f"{when}: blocks by {', '.join(told)}; dense {rate(costs.dense)}"
-
-
-def _others(device: torch.device) -> str:
-    return ", ".join(repr(n) for n, reason in usable(device).items() if reason is None)
 
 
 def _why_not(name: str, device: torch.device) -> str | None:

@@ -167,11 +167,6 @@ class KeySpan:
     key: Tensor | None = None
     value: Tensor | None = None
 
-    @property
-    def extra(self) -> bool:
-        """Whether it has a bias, or keys of its own."""
-        return self.bias is not None or self.key is not None
-
     def to(self, device: torch.device | str, moved: dict[int, Tensor] | None = None) -> KeySpan:
         """The same span on `device`. Spans that get one dictionary `moved`, id -> copy, share their own keys and values."""
         moved = {} if moved is None else moved
@@ -245,7 +240,7 @@ class Part:
     @property
     def extra(self) -> bool:
         """Whether a span has a bias, or keys of its own: not every backend serves that."""
-        return any(span.extra for span in self.spans)
+        return any(span.bias is not None or span.key is not None for span in self.spans)
 
     def first(self, rows: int) -> Part:
         """This part without the rows from `rows` on; made once."""

@@ -76,12 +76,15 @@ def dense_attend(
         return _unpadded(query, key, value, scale, start, sinks, window)
     n = query.shape[2]
     out = value.new_zeros(*query.shape[:3], value.shape[-1])
-    for (first, end), members in _alike(spans):
+    alike: dict[tuple[int, int], list[int]] = {}
+    for b, span in enumerate(spans):
+        alike.setdefault(span, []).append(b)
+    for (first, end), members in alike.items():
         lo, hi = max(first - start, 0), min(end - start, n)
         if lo < hi:
-            b = members if len(members) < len(spans) else slice(None)
-            part = (query[b, :, lo:hi], key[b, :, first:end], value[b, :, first:end])
-            out[b, :, lo:hi] = _unpadded(*part, scale, start + lo - first, sinks, window)
+            some = members if len(members) < len(spans) else slice(None)
+            part = (query[some, :, lo:hi], key[some, :, first:end], value[some, :, first:end])
+            out[some, :, lo:hi] = _unpadded(*part, scale, start + lo - first, sinks, window)
     return out
 
 
@@ -95,13 +98,6 @@ def _extent(valid: Tensor) -> list[tuple[int, int]] | None:
     if any(e - f != c for f, e, c in rows):
         return None
     return [(f, e) for f, e, _ in rows]
-
-
-def _alike(spans: list[tuple[int, int]]) -> list[tuple[tuple[int, int], list[int]]]:
-    groups: dict[tuple[int, int], list[int]] = {}
-    for b, span in enumerate(spans):
-        groups.setdefault(span, []).append(b)
-    return [(span, members) for span, members in groups.items() if span[1] > span[0]]
 
 
 def _unpadded(

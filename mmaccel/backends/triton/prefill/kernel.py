@@ -113,13 +113,9 @@ def attend_kernel(
     m = row % M
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     here = mine & (at >= 0)
-    q = tl.load(
-        Q
-        + (b64 * q_b + head.to(tl.int64) * q_h + tl.maximum(at, 0).to(tl.int64) * q_s)[:, None]
-        + (d * q_d)[None, :],
-        mask=here[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
+    source = b64 * q_b + head.to(tl.int64) * q_h + tl.maximum(at, 0).to(tl.int64) * q_s
+    mask = here[:, None] & (d < D)[None, :]
+    q = tl.load(Q + source[:, None] + (d * q_d)[None, :], mask=mask, other=0.0)
     keys = K + b64 * k_b + g.to(tl.int64) * k_h
     values = V + b64 * v_b + g.to(tl.int64) * v_h
     peak = tl.full([ROWS * PACK], float("-inf"), tl.float32)
@@ -215,11 +211,8 @@ def attend_kernel(
                     k_step, v_step = tl.multiple_of(k_step, 8), tl.multiple_of(v_step, 8)
             else:
                 keys_at, values_at, k_step, v_step = keys, values, k_s, v_s
-            k = tl.load(
-                keys_at + (key_row * k_step)[None, :] + (d * k_d)[:, None],
-                mask=there[None, :] & (d < D)[:, None],
-                other=0.0,
-            )
+            inside = there[None, :] & (d < D)[:, None]
+            k = tl.load(keys_at + (key_row * k_step)[None, :] + (d * k_d)[:, None], mask=inside, other=0.0)
             score = tl.dot(q, k, input_precision=PRECISION)
             if sort != FULL:
                 score = tl.where(there[None, :], score, float("-inf"))
@@ -244,11 +237,8 @@ def attend_kernel(
                 p = tl.math.exp2(score * scale - floor[:, None])
             fade = tl.math.exp2(peak - floor)
             total = total * fade + tl.sum(p, 1)
-            v = tl.load(
-                values_at + (key_row * v_step)[:, None] + (dv * v_d)[None, :],
-                mask=there[:, None] & (dv < DV)[None, :],
-                other=0.0,
-            )
+            inside = there[:, None] & (dv < DV)[None, :]
+            v = tl.load(values_at + (key_row * v_step)[:, None] + (dv * v_d)[None, :], mask=inside, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
             peak = top
 

@@ -180,17 +180,8 @@ def strongest(
 
 @triton.jit(
     do_not_specialize=[
-        "N",
-        "H",
-        "K",
-        "S",
-        "P",
-        "width",
-        "row_b",
-        "column_b",
-        "column_h",
-        "diagonal_b",
-        "diagonal_h",
+        *("N", "H", "K", "S", "P", "width", "row_b"),
+        *("column_b", "column_h", "diagonal_b", "diagonal_h"),
     ]
 )
 def mark_kernel(

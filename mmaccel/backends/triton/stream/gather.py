@@ -89,15 +89,10 @@ def gather_units(
     block = min(words, triton.next_power_of_2(run // word))
     items = n * 2 * groups * triton.cdiv(run // word, block)
     kind = WORD_TYPES[word]
+    # The memory from the first element on; what lies between the heads is left alone.
+    flat = out.as_strided((out.shape[-2] * out.shape[-1],), (1,))
     gather_kernel[(min(programs, items),)](
-        _words(out, kind), slab[0].view(-1).view(kind), base, slot, items, slots, side // word,
-        group // word,
+        flat.view(kind), slab[0].view(-1).view(kind), base, slot, items, slots, side // word, group // word,
         GROUPS=groups, RUN=run // word, EACH=each // word, WORD=word,
         PAIRS=not any(b % (2 * word) for b in aligned), BLOCK=block, num_warps=8,
     )  # fmt: skip
-
-
-def _words(out: Tensor, kind: torch.dtype) -> Tensor:
-    """The memory from the first element of `out` on, as words; what lies between the heads is left alone."""
-    flat = out.as_strided((out.shape[-2] * out.shape[-1],), (1,))
-    return flat.view(kind)

@@ -215,7 +215,7 @@ class Prefetcher:
             self._counts["guessed"] += int((torch.cat(guessed) >= 0).sum())
         if brought:
             codes = torch.cat([one.code for one in brought]).cpu()
-            parts = torch.split(codes, [len(one.code) for one in brought])  # type: ignore[no-untyped-call]
+            parts = torch.split(codes, [len(one.code) for one in brought])
             for one, code in zip(brought, parts, strict=True):
                 self._count(one, code)
 

@@ -10,6 +10,7 @@ import torch
 from mmaccel.backends.ops import clusters
 from mmaccel.core.attach import adapter_for
 from mmaccel.policies.kv.mosaic.index import ClusterIndex
+from mmaccel.policies.kv.mosaic.split import UnitMeans
 from tests.models.streams import FPS, film, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.policies.kv.test_question_reads import Counted
@@ -65,7 +66,7 @@ def test_watching_reads_nothing_back_and_launches_little(
         for some in (film(16), film(16)[8:]):
             session.watch(some, fps=FPS)
         live: Any = session._live
-        monkeypatch.setattr(ClusterIndex, "_cluster", lambda *args: None)
+        monkeypatch.setattr(UnitMeans, "waiting", 0)
         for name in ("refresh", "_survey"):
             monkeypatch.setattr(ClusterIndex, name, unseen(getattr(ClusterIndex, name)))
         monkeypatch.setattr(type(live.state), "idle", lambda self: None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +52,13 @@ def test_random_plans(blocks: tuple[int, int], size: int, lead: str, chunk: int 
         check(plan, tensors, dtype, scale=size**-0.5, kernel=partial(block_attend, chunk=chunk))
 
 
+def on_processors(count: int, patch: pytest.MonkeyPatch) -> None:
+    """Launches of this kernel, and of no other part, see a device of so many processors."""
+    here = replace(architectures.resources(torch.device("cuda")), processors=count)
+    seen = SimpleNamespace(resources=lambda device: here, why_not=architectures.why_not)
+    patch.setattr(hopper_launch, "architectures", seen)
+
+
 @pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("programs", [1, 3])
 def test_a_program_computes_tile_after_tile(
@@ -64,7 +73,7 @@ def test_a_program_computes_tile_after_tile(
         tensors = draw(plan, 2, size, 5)
         wanted = check(plan, tensors, torch.bfloat16, scale=size**-0.5, kernel=kernel)
         with monkeypatch.context() as few:
-            few.setattr(hopper_launch, "_at_a_time", lambda device: programs)
+            on_processors(programs, few)
             found = check(plan, tensors, torch.bfloat16, scale=size**-0.5, kernel=kernel)
         # Who computes a tile, and after which, makes no difference.
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
@@ -72,7 +81,7 @@ def test_a_program_computes_tile_after_tile(
 
 def test_what_is_no_number_stays_with_those_who_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The values that a tile leaves behind are those that the next one begins with."""
-    monkeypatch.setattr(hopper_launch, "_at_a_time", lambda device: 1)
+    on_processors(1, monkeypatch)
     plan = random_plan(5, n_query=900, n_key=300, blocks=(128, 64)).to("cuda")
     query, key, value = (t.to("cuda", torch.bfloat16) for t in draw(plan, 2, 128, 5))
     wanted, _ = attend_plan(plan, query, key, value, 128**-0.5, block_attend)

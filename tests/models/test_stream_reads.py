@@ -9,6 +9,7 @@ import torch
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.generate import Deadline
 from mmaccel.policies.kv.mosaic.index import ClusterIndex
 from mmaccel.policies.kv.mosaic.split import UnitMeans
 from tests.models.streams import FPS, film, open_session, pair
@@ -77,7 +78,7 @@ def test_watching_reads_nothing_back_and_launches_little(
         for of, name in KERNELS:
             monkeypatch.setattr(of, name, counted.as_one(getattr(of, name)))
         with counted:
-            live.take(frames, [100.0 + i for i in range(8)])
+            live.take(frames, [100.0 + i for i in range(8)], lambda count: None, Deadline())
         assert live.state.units() == before + 8
         launched = sum(counted.launched.values())
         assert 100 < launched <= most, counted.launched.most_common()

@@ -111,7 +111,7 @@ def search(
         device = next(model.parameters()).device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        about, ledger, space = _levelled(model, inputs, settings, sample or {}, parts, progress)
+        about, measured, space = _levelled(model, inputs, settings, sample or {}, parts, progress)
         depth, block, tolerance = about["model"]["layers"], settings.block, settings.tolerance
         modalities = [m for m, name in MODALITIES.items() if name in about["modalities"]]
         missing = set(range(depth)) - parts.layers().keys()
@@ -127,7 +127,7 @@ def search(
         layers = parts.layers()
         seconds = sum(parts.all("spent")) + sum(row["seconds"] for row in layers.values())
         heads = [layers[n]["heads"] for n in range(depth)]
-        table = assembled(about, list(ledger.rows.values()), space, heads)
+        table = assembled(about, measured, space, heads)
         table |= {
             "seconds": round(seconds, 3),
             "peak_bytes": max(row["peak_bytes"] for row in layers.values()),
@@ -144,8 +144,9 @@ def _levelled(
     sample: Mapping[str, Any],
     parts: Parts,
     progress: Progress | None,
-) -> tuple[dict[str, Any], Ledger, dict[str, list[Candidate]]]:
-    """What the search is about, all costs, and the candidates at the target's cost, measured on the layer in the middle."""
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[Candidate]]]:
+    """What the search is about, all costs, and the candidates at the target's cost, measured on the layer in the middle,
+    whose tensors are gone by then."""
     begin, adapter = time.perf_counter(), adapter_for(model)
     device, fingerprint = next(model.parameters()).device, adapter.fingerprint(model)
     backend = select.choose(device) if settings.backend == "auto" else settings.backend
@@ -157,7 +158,8 @@ def _levelled(
         middle.append(replace(one, query=one.query.clone(), key=one.key.clone(), value=one.value.clone()))
 
     watch(model, inputs, keep, {fingerprint["layers"] // 2})
-    layout = middle[0].layout
+    inside = middle.pop()
+    layout = inside.layout
     if layout.length < 2 * settings.block:
         raise ModelError(
             f"the sample has {layout.length} tokens; give a longer video, {2 * settings.block} at least."
@@ -179,16 +181,16 @@ def _levelled(
         "extended": scale.extended,
         "boundaries": kinds,
         "modalities": [MODALITIES[m] for m in modalities],
-        "measured_layer": middle[0].layer,
+        "measured_layer": inside.layer,
         "objective": "norm of (sparse - dense) attention output over the norm of dense, over all rows of the sample",
         "sample": {**sample, **described(inputs, layout)},
         "device": here["device"],
-        "dtype": str(middle[0].query.dtype).removeprefix("torch."),
+        "dtype": str(inside.query.dtype).removeprefix("torch."),
         "backend": backend,
         "versions": {name: here[name] for name in PACKAGES if here[name] is not None},
     }
     parts.begin(about)
-    bench = Bench(middle[0], backend)
+    bench = Bench(inside, backend)
 
     def measure(pattern: Mapping[str, Any]) -> dict[str, Any]:
         repeats = settings.repeats if settings.cost == "seconds" else 0
@@ -200,7 +202,7 @@ def _levelled(
     tick = _ticking(progress, "level", len(rows(scale)) * len(kinds))
     space = levelled(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
     parts.rows.add({"spent": time.perf_counter() - begin})
-    return about, ledger, space
+    return about, list(ledger.rows.values()), space
 
 
 def _ticking(progress: Progress | None, what: str, total: int) -> Tick:

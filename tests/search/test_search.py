@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ def test_a_stopped_search_goes_on(found: Any, tmp_path: Path) -> None:
         if what == "score":
             marks.append(total or 0)
             assert parts.read_bytes().startswith(before)
+            if done == 1:  # the layer on which costs were measured is gone
+                assert [one.layer for one in gc.get_objects() if type(one) is Inside] == [1]
 
     again = search(model, inputs, path, PAIRS, progress=watching)
     assert not parts.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -112,17 +113,23 @@ class Recipe:
 def saved_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> Recipe:
     """The recipe of the session in folder `where`; raises `ModelError` where it cannot be opened.
 
-    Fields of earlier versions warn, unless it is read `again`.
+    Fields of earlier versions warn, unless it is read `again` after they did.
     """
-    token = QUIET.set(again)
+    kv = saved.get("kv")
+    token = QUIET.set(again and json.dumps(kv) in _heard)
     try:
-        return Recipe.load({**saved, "kv": saved.get("kv")})
+        return Recipe.load({**saved, "kv": kv})
     except RecipeError as error:
         raise ModelError(
-            f"{where} was saved with kv {shown(saved.get('kv'), 200)}, and its recipe cannot be opened: {error}"
+            f"{where} was saved with kv {shown(kv, 200)}, and its recipe cannot be opened: {error}"
         ) from error
     finally:
         QUIET.reset(token)
+        _heard.add(json.dumps(kv))
+
+
+_heard: set[str] = set()
+"""The memories of sessions that were read, whose former fields have been warned of."""
 
 
 def check_pairs(recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core import checkpoint_io, session_io
+from mmaccel.core import checkpoint_io, recipe, session_io
 from mmaccel.core.errors import MmaccelError, MmaccelWarning, ModelError, StoreError
 from mmaccel.core.session import VideoSession
 from tests.models.streams import logits, open_session, pair
@@ -82,7 +82,9 @@ def test_facts_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any])
         session.load(tmp_path / "whole")
 
 
-def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(tmp_path: Path) -> None:
+def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = saved(tmp_path / "whole") / "session.json"
     facts = json.loads(path.read_text())
     kept = facts["recipe"]["kv"]
@@ -101,6 +103,9 @@ def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(tmp_path: 
             VideoSession.resume(*pair(NAME), path.parent)
     facts["recipe"]["kv"] = {**kept, "copies": "frame"}
     path.write_text(json.dumps(session_io.sealed(facts)))
+    monkeypatch.setattr(recipe, "_heard", set())
+    with begun() as session, pytest.warns(MmaccelWarning, match="copies is gone"):
+        session.load(path.parent)
     for _ in range(2):  # each resume warns, and once
         with pytest.warns(MmaccelWarning, match="copies is gone") as warned:
             VideoSession.resume(*pair(NAME), path.parent).close()

@@ -221,9 +221,9 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
             )
     served = [0] * H
     for part in plan.parts:
-        heads, rows = range(H)[part.of(H)], part.q_row.shape[-1]
-        group = H // key.shape[1]
-        sizes = B, len(heads), heads[-1] // group - heads[0] // group + 1, key.shape[3]
+        own, group, rows = part.of(H), H // key.shape[1], part.q_row.shape[-1]
+        heads = range(H)[own]
+        sizes = B, len(heads), (own.stop - 1) // group - own.start // group + 1, key.shape[3]
         _check_rows(f"sparse {who!r}: q_row of a part", part.q_row, sizes, rows, plan.block_q)
         for i, span in enumerate(part.spans):
             keys, block_k = span.k_row.shape[-1], plan.block_k

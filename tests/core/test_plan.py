@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import reference
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.execute import attend_plan, launches, merge
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import (
@@ -23,6 +24,7 @@ from mmaccel.core.plan import (
     HeadRange,
     KeySpan,
     Part,
+    check_sizes,
     pad_rows,
     span_by_range,
     span_from_table,
@@ -275,6 +277,13 @@ def test_a_launch_of_one_part_of_several_relies_on_no_fact_about_them_all() -> N
     torch.testing.assert_close(
         attend_plan(replace(plan, parts=halves), query, key, key, 0.25, reference.op)[0], want
     )
+
+
+def test_a_part_of_heads_that_are_not_there_holds_no_rows() -> None:
+    plan, query, key = one_part()
+    lost = replace(plan, parts=(replace(plan.parts[0], head_range=HeadRange((2,), 2, 3)),))
+    with pytest.raises(RecipeError, match="hold 0 of 64 rows of head 0; put each row in a part"):
+        check_sizes(lost, "mine", query, key, whole=True)
 
 
 def test_one_layout_serves_batches_of_other_sizes() -> None:

@@ -24,9 +24,9 @@ C = TypeVar("C", bound=type)
 
 
 def refuse_former_names(cls: type, renamed: Mapping[str, str]) -> None:
-    """Raise `RecipeError` for a class that defines a member by a name of an earlier version, which nothing calls now."""
+    """Raise `RecipeError` for a class that defines a member of its base by the name of an earlier version."""
     for former, name in renamed.items():
-        if former in vars(cls):
+        if former in vars(cls) and hasattr(cls, name):
             raise RecipeError(f"{cls.__name__}: {former} is called {name} now; rename it.")
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.kv import StreamPolicy, StreamState
+from mmaccel.core.prune import TokenPruner
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.kv import Window
@@ -55,3 +56,9 @@ def test_a_memory_must_roll_back_as_far_as_a_draft_asks(margin: int, fits: bool)
 def test_a_member_that_was_renamed_is_refused_and_not_ignored(base: type, former: str, name: str) -> None:
     with pytest.raises(RecipeError, match=f"Mine: {former} is called {name} now; rename it."):
         type("Mine", (base,), {former: lambda *given: None})
+
+
+def test_a_name_that_another_kind_had_is_free_and_that_of_a_pruner_is_taken() -> None:
+    type("Mine", (SparsePattern,), {"asks": lambda *given: None})
+    with pytest.warns(MmaccelWarning, match="Mine: seat is the former name; write stage: ClassVar = 'layer'"):
+        assert type("Mine", (TokenPruner,), {"seat": "layer"}).stage == "layer"  # type: ignore[attr-defined]

@@ -274,8 +274,8 @@ def alike(layout: TokenLayout) -> list[Tensor]:
 def staying(layout: TokenLayout, *chosen: Tensor) -> Tensor:
     """[n] ascending: the `chosen` candidates and every column that is no candidate."""
     stays = ~_may_go(layout)
-    for columns in chosen:
-        stays[columns] = True
+    if chosen:
+        stays[torch.cat(chosen)] = True
     return stays.nonzero()[:, 0]
 
 

@@ -44,8 +44,11 @@ class Grid:
 
 
 def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `method` by their names."""
-    return {**dict(zip(inspect.signature(method).parameters, args, strict=False)), **kwargs}
+    """The arguments of a call of `method` by their names; raises `TypeError` for `args` that it cannot have."""
+    given = inspect.signature(method).bind_partial(*args).arguments
+    if twice := sorted(given.keys() & kwargs.keys()):
+        raise TypeError(f"multiple values for argument {twice[0]!r}")
+    return {**given, **kwargs}
 
 
 def asked(name: str, kwargs: Mapping[str, Any], default: Any) -> Any:

@@ -175,8 +175,8 @@ class HFStreamAdapter(StreamAdapter):
             return self.family.logits(self.model, hidden)
 
     def ends(self) -> frozenset[int]:
-        ids = token_ids(getattr(getattr(self.model, "generation_config", None), "eos_token_id", None))
-        return frozenset(ids or token_ids(getattr(self.text.config, "eos_token_id", None)))
+        own = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        return frozenset(token_ids(getattr(self.text.config, "eos_token_id", None) if own is None else own))
 
     def decode(self, ids: Tensor) -> str:
         return str(self.processor.decode(ids.tolist()))

@@ -212,6 +212,10 @@ def test_arguments_by_position_and_options_that_clash(family):
         assert torch.equal(model.generate(ids, config), plain)
         with pytest.raises(ModelError, match="cache_implementation"):
             model.generate(ids, GenerationConfig(cache_implementation="static"))
+        for call in (model.model.language_model, model.model, model.generate):
+            for args, named in ([ids, *[None] * 40], {}), ([ids], {"input_ids": ids, "inputs": ids}):
+                with pytest.raises(TypeError, match=r"too many positional|multiple values"):
+                    call(*args, **named)
 
 
 @pytest.mark.parametrize("draft", ["off", "prompt_lookup"])

@@ -56,7 +56,10 @@ def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch
     with mmaccel.accelerate(model), pytest.warns(MmaccelWarning, match="positions"):
         want = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, count:].tolist()
     with open_session(name, "full") as session:
-        monkeypatch.setattr(session._seam, "ends", frozenset)
+        monkeypatch.setattr(model.generation_config, "eos_token_id", [])
+        assert session._seam.ends() == frozenset(), (
+            "no token ends an answer, whatever the text model's config says"
+        )
         session.watch(film(8), fps=FPS)
         with pytest.warns(MmaccelWarning, match="no position left"):
             answer = session.ask(QUESTION, 40)

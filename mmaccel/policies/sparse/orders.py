@@ -240,7 +240,15 @@ class LayerInputs:
 
         queries, q_row = once(self.memo, ("queries", query), of_queries)
         keys = once(self.memo, ("keys", key), lambda: _order(self.k_layout, key, self.block))
-        at = once(self.memo, ("at", query, key), lambda: at_or_before(keys, queries))
+
+        def ranks() -> Tensor:
+            if query is not None or key is not None or not self.final:
+                return at_or_before(keys, queries)
+            # Nothing is searched for the last of the keys.
+            first = self.k_layout.length - self.q_layout.length
+            return (queries.rank + first).masked_fill(queries.row < 0, -1)
+
+        at = once(self.memo, ("at", query, key), ranks)
         return Region(self, (query, key), q_row, at, keys, queries.count)
 
     def plan(self, parts: Sequence[Part]) -> AttentionPlan:

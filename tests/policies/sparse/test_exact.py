@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.policies.sparse import AShape, Grid, VerticalSlash
+from mmaccel.policies.sparse import AShape, Grid, VerticalSlash, orders
 from mmaccel.policies.sparse.orders import LayerInputs
 
 from . import masks
@@ -225,3 +225,13 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
         diagonals[..., : place + 1] += weight[:, :, row, : place + 1].flip(-1)
     for found, want in zip(last.lines(), (weight.sum(2), diagonals), strict=True):
         torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("start", [0, 37])
+def test_the_last_of_the_keys_are_not_searched_for(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Scene((sequence([(TEXT, [9]), (VIDEO, [7] * 12)]),)).layout()
+    order = orders.natural(keys, block=16)
+    want = orders.at_or_before(order, orders.natural(keys.take(slice(start, None)), block=16))
+    monkeypatch.setattr(orders, "at_or_before", None)
+    at = LayerInputs.of_layouts(keys.take(slice(start, None)), keys, 16).region().at
+    assert at.dtype == want.dtype and torch.equal(at, want)

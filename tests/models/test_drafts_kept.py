@@ -16,6 +16,7 @@ from mmaccel.core.prune import observers
 from mmaccel.policies.draft import PromptLookup, SparseToDense
 from mmaccel.policies.draft.prompt_lookup import _Finder
 from mmaccel.policies.draft.sparse_to_dense import _Memory
+from mmaccel.policies.kv.full import FullState
 from mmaccel_lab.eval.caption import caption_cases
 from mmaccel_lab.eval.cases import Film
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -116,3 +117,22 @@ def test_sparse_to_dense_follows_the_target(shipped, name) -> None:
         model.generate(**inputs, max_new_tokens=25, do_sample=False)
         told = fast.report().draft
     assert told["accepted"] == told["proposed"] > 0 and told["target_steps"] == 6
+
+
+def test_a_drafted_row_is_written_where_it_is_seen() -> None:
+    """A step copies its own row, and not what is shown of the video; what follows a verification takes its place."""
+    dense, memory, columns = FullState(1), _Memory(1), torch.arange(0, 40, 2)
+    whole, drafted = torch.randn(2, 1, 2, 42, 4), torch.randn(3, 2, 1, 2, 1, 4)
+    dense.append(0, *whole[..., :40, :])
+    memory.take(dense, [columns.expand(2, -1)], 40)
+    seen = []
+    for row in drafted:
+        memory.append(0, *row)
+        seen.append(memory.view(0, row[0]))
+    assert len({view.value.data_ptr() for view in seen}) == 1 and memory.held() == 23
+    want = torch.cat([whole[..., columns, :], *drafted], 3)
+    assert torch.equal(torch.stack([seen[-1].key, seen[-1].value]), want)
+    dense.append(0, *whole[..., 40:, :])
+    memory.follow(dense, dense.length())
+    now = memory.view(0, drafted[0, 0])
+    assert torch.equal(torch.stack([now.key, now.value]), whole[..., [*columns, 40, 41], :])

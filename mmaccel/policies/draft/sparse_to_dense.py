@@ -14,7 +14,7 @@ from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.draft import DraftState, DraftStrategy, PrefillPass, Probe, Prompt, Proposal
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, check_least, shown
-from mmaccel.core.kv import KVState, KVView
+from mmaccel.core.kv import KVState, KVView, grow_buffer
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import best, observers, quota
 from mmaccel.core.registry import register
@@ -58,43 +58,49 @@ class SparseToDense(DraftStrategy):
 class _Memory(KVState):
     """For each layer the chosen columns of a dense memory, the dense columns since the prompt, and what is drafted.
 
-    Columns are counted as in the dense memory. Only single rows are asked for, which see everything here.
+    Columns are counted as in the dense memory, of which `_gone` were not chosen; they lie in buffers that grow ahead of
+    need. Only single rows are asked for, which see everything here.
     """
 
     def __init__(self, layers: int) -> None:
-        self._shown: list[tuple[Tensor, Tensor]] = []
-        self._layers, self._length, self._prompt, self._chosen = layers, 0, 0, 0
+        self._buffers: list[tuple[Tensor, ...]] = []
+        self._layers, self._length, self._prompt, self._gone = layers, 0, 0, 0
 
     def take(self, dense: KVState, chosen: list[Tensor], length: int) -> None:
         """The columns `chosen` [G, n] of each layer, out of the first `length` of `dense`."""
-        shown = []
+        buffers = []
         for layer, columns in enumerate(chosen):
             view = dense.view(layer, torch.empty(0))
             at = columns.to(view.key.device)[None, :, :, None].expand(1, -1, -1, view.key.shape[-1])
-            shown.append((view.key.gather(2, at), view.value.gather(2, at)))
+            buffers.append((view.key.gather(2, at), view.value.gather(2, at)))
         # All layers or none: a gather may run out of memory.
-        self._shown, self._chosen = shown, chosen[0].shape[1]
+        self._buffers, self._gone = buffers, length - chosen[0].shape[1]
         self._length = self._prompt = length
 
     def follow(self, dense: KVState, length: int) -> None:
         """After a verification: the dense columns from the prompt's end to `length`, in the place of what was drafted."""
-        for layer, pair in enumerate(self._shown):
+        for layer in range(len(self._buffers)):
             view, new = dense.view(layer, torch.empty(0)), slice(self._prompt, length)
-            base = [t[:, :, : self._chosen] for t in pair]
-            key, value = view.key[:, :, new], view.value[:, :, new]
-            self._shown[layer] = torch.cat([base[0], key], 2), torch.cat([base[1], value], 2)
+            self._put(layer, length, view.key[:, :, new], view.value[:, :, new])
         self._length = length
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        old_key, old_value = self._shown[layer]
-        self._shown[layer] = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
         if layer == 0:
             self._length += key.shape[2]
+        self._put(layer, self._length, key, value)
+
+    def _put(self, layer: int, length: int, *new: Tensor) -> None:
+        """New columns, the last of `length`."""
+        end, start = length - self._gone, length - self._gone - new[0].shape[2]
+        held = self._buffers[layer]
+        self._buffers[layer] = tuple(grow_buffer(buffer, 2, end, used=start) for buffer in held)
+        for buffer, columns in zip(self._buffers[layer], new, strict=True):
+            buffer[:, :, start:end] = columns
 
     def view(self, layer: int, query: Tensor) -> KVView:
         if query.shape[2] != 1:
             raise ModelError("sparse_to_dense: the sparse memory shows one row at a time.")
-        return KVView(*self._shown[layer])
+        return KVView(*(buffer[:, :, : self.held()] for buffer in self._buffers[layer]))
 
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("sparse_to_dense: the sparse memory follows the dense one; accept there.")
@@ -107,7 +113,7 @@ class _Memory(KVState):
         return self._length
 
     def held(self) -> int:
-        return max((key.shape[2] for key, _ in self._shown), default=0)
+        return self._length - self._gone
 
     def reset(self) -> None:
         self.__init__(self._layers)  # type: ignore[misc]

@@ -48,8 +48,9 @@ def dtype(name: str) -> str:
 
 
 Model = Annotated[str, Option(help="A shipped model's name, a folder, or a hub name.")]
-Device = Annotated[str, Option(callback=where, help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, Option(callback=dtype, help="auto, float32, bfloat16 or float16.")]
+DEVICES, TYPES = "auto, cpu, cuda or cuda:N.", "auto, float32, bfloat16 or float16."
+Device = Annotated[str, Option(callback=where, help=DEVICES)]
+Dtype = Annotated[str, Option(callback=dtype, help=TYPES)]
 Draft = Annotated[str | None, Option(help="Folder or name of the draft model.")]
 Json = Annotated[bool, Option("--json", help="One JSON object on standard output, nothing else.")]
 Fps = Annotated[float | None, Option(help="Frames a second to look at.")]

@@ -13,7 +13,7 @@ from torch import Tensor
 from typer import Argument, Option
 
 from mmaccel.cli import choices
-from mmaccel.cli.choices import Device, Dtype, Fps, Model
+from mmaccel.cli.choices import Fps, Model
 from mmaccel.cli.console import bars, many, say, steps
 from mmaccel.cli.search import Most, Texts, Videos, check_videos, sample
 from mmaccel.core import outside
@@ -65,8 +65,8 @@ def draw(
     resolution: Annotated[int, Option(min=16, help="Cells along a side.")] = 256,
     max_tokens: Most = 25_000,
     fps: Fps = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: Annotated[str, Option(help=choices.DEVICES)] = "auto",
+    dtype: Annotated[str, Option(help=choices.TYPES)] = "auto",
 ) -> None:
     """The map of patterns by layer and head, of a table or a run, or what heads of a model, or a pattern, attend to.
 
@@ -94,7 +94,7 @@ def draw(
     if is_session:
         stream_policy(recipe_of(Path(what)))
         known = None if truth is None else Truth.read(truth)
-        loaded = choices.load(model, device, dtype)
+        loaded = choices.load(model, choices.where(device), choices.dtype(dtype))
         with VideoSession.resume(loaded, choices.processor(model), Path(what)) as session:
             for path in _session(session, Path(what), output, form, layer or [0], question or [], known):
                 say(str(path))
@@ -104,7 +104,7 @@ def draw(
     wanted = _wanted(layer, head, shape.layers, shape.heads)
     processor = choices.processor(model)
     with bars() as progress:
-        loaded = choices.load(model, device, dtype)
+        loaded = choices.load(model, choices.where(device), choices.dtype(dtype))
         inputs, _ = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
         output.mkdir(parents=True, exist_ok=True)
         tell, done, whole = steps(progress, "heads"), 0, sum(map(len, wanted.values()))

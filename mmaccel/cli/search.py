@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from rich.progress import Progress
@@ -23,9 +23,6 @@ from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.report import counted, share
 from mmaccel.core.rows import read_rows
-
-if TYPE_CHECKING:
-    pass
 
 REQUEST = "Describe the video."
 """What is asked of the sample unless told otherwise."""

@@ -220,7 +220,7 @@ def to_frames(
     """Frames `[T, 3, H, W]` resized and normalised, `[T, 3, h, w]` on `device` (None: that of the frames)."""
     device = torch.device(device) if device is not None else frames.device
     dtype = dtype if pixels.do_normalize or pixels.do_rescale else frames.dtype
-    size = size_of(pixels, len(frames), *frames.shape[-2:])
+    size = size_of(replace(pixels, merge_size=None), len(frames), *frames.shape[-2:])
     result = torch.empty((len(frames), 3, *size), dtype=dtype, device=device)
     for first in range(0, len(frames), chunk):
         part = frames[first : first + chunk].to(device)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,8 +189,9 @@ class Growing(Pipe):
         while not (self._over or self._queue.closed):
             # A file is always ready; a pipe is when there is data or nobody writes any more.
             is_ready = ready(self._number, POLL_S)
-            if is_ready and (data := self._data(size)):
-                return data
+            with suppress(BlockingIOError):  # another reader of the pipe was first
+                if is_ready and (data := self._data(size)):
+                    return data
             if time.monotonic() >= patience:
                 # FFmpeg asks several times before it believes in an end.
                 self._over = (is_ready and is_finished(self._number)) or (

@@ -123,6 +123,8 @@ def test_chunks_change_nothing(chunk: int) -> None:
     part, again = to_patches(frames, PATCHES, chunk=chunk)
     assert torch.equal(whole, part) and grid == again
     assert torch.equal(to_frames(frames, TILES, chunk=1000), to_frames(frames, TILES, chunk=chunk))
+    merged = TILES.updated({"merge_size": 2})  # says nothing of whole frames
+    assert torch.equal(to_frames(frames, merged), to_frames(frames, TILES))
     low, _ = to_patches(frames, PATCHES, dtype=torch.bfloat16, chunk=chunk)
     assert torch.equal(low, whole.bfloat16())
 

@@ -147,9 +147,19 @@ def test_a_stream_that_is_left_in_a_stall_ends_its_thread(film: Film, tmp_path: 
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_a_pipe_is_over_when_its_writer_closes_it(film: Film, tmp_path: Path, follow: bool) -> None:
+def test_a_pipe_is_over_when_its_writer_closes_it(
+    film: Film, tmp_path: Path, follow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, path = film("whole.ts").read_bytes(), tmp_path / "pipe.ts"
     os.mkfifo(path)
+    inner, taken = Growing._data, [True]
+
+    def another_first(self: Growing, size: int) -> bytes:
+        if taken and taken.pop():
+            raise BlockingIOError
+        return inner(self, size)
+
+    monkeypatch.setattr(Growing, "_data", another_first)
     writer = threading.Thread(target=path.write_bytes, args=(data,))
     writer.start()
     parts = list(media.clips(path, fps=5, frames_per_clip=8, follow=follow, timeout=0.3))

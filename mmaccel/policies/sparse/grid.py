@@ -31,7 +31,6 @@ from mmaccel.policies.sparse.stride import (
     strided_classes,
 )
 
-Stride = Literal["frame", "free"]
 Phase = Literal["keys", "queries"]
 Estimate = Literal["head", "group"]
 
@@ -79,7 +78,7 @@ class Grid(IntraPattern):
 
     adaptive: ClassVar[bool] = True
 
-    stride: Stride = "frame"
+    stride: Literal["frame", "free"] = "frame"
     max_stride: int = 1024
     min_stride: int = 8
     horizontal: bool = True
@@ -95,7 +94,7 @@ class Grid(IntraPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("grid", "stride", self.stride, get_args(Stride))
+        check_choice("grid", "stride", self.stride, ("frame", "free"))
         if self.min_stride < 2 or self.max_stride < self.min_stride:
             raise RecipeError(
                 f"grid: min_stride {self.min_stride} and max_stride {self.max_stride} are no range from 2 upwards."

@@ -212,6 +212,7 @@ def check_stream(policy: StreamPolicy) -> None:
         first, trial.ask(), "a question leaves a trace; let question_scope drop all that was appended in it"
     )
     mark = state.checkpoint()
+    state.set_query_fields(policy)
     trial.watch(2)
     state.restore(mark)
     units = state.units()

@@ -100,7 +100,8 @@ class StreamMemory(PassState):
             self._rows.begin(piece)
 
     def set_query_fields(self, policy: Any) -> None:
-        self.local = self.stream.units(policy.local)
+        if "local" in policy.query_time_fields:
+            self.local = self.stream.units(policy.local)
 
     def _closed(self, piece: StreamPass) -> bool:
         """Whether units are closed up for `piece`, as the fields say or because their own places leave it no positions."""

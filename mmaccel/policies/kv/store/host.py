@@ -320,12 +320,13 @@ class HostStore:
                 self._wire.forget()
                 continue
             needed, held = units * self.shape.layers, self._table.held()
-            old = [unit for unit in held if unit not in keep] if self.spill == "drop_oldest" else []
-            if not old or self._table.size < needed:
+            some = map(int, held if self.spill == "drop_oldest" else ())
+            old = next((unit for unit in some if unit not in keep), None)
+            if old is None or self._table.size < needed:
                 why = self._slabs.why_full(needed if self.spill == "drop_oldest" else None)
                 raise StoreError(f"host store: full with {len(held)} frames or units held: {why}.")
-            self.drop(old[:1])
-            gone.append(old[0])
+            self.drop([old])
+            gone.append(old)
             self._dropped += 1
         return gone
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
@@ -327,9 +328,9 @@ class SlotTable:
         """The units from number `first` on that a layer holds, ascending."""
         return [first + int(unit) for unit in np.flatnonzero(self.slot[layer, first:] >= 0)]
 
-    def held(self) -> list[int]:
+    def held(self) -> NDArray[np.intp]:
         """The units that some layer holds, ascending."""
-        return [int(unit) for unit in np.flatnonzero((self.slot >= 0).any(0))]
+        return np.flatnonzero((self.slot >= 0).any(0))
 
     def rows(self) -> Tensor:
         """The slots on the device: uploaded whole, and only when asked for after a change, for streams change in one

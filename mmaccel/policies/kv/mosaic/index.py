@@ -187,8 +187,8 @@ class ClusterIndex(Index):
         visual = parent = None
         if tree.started:
             count, above = self.key.shape[1], self.visual_key.shape[1]
-            size = self._visible(tree.semantic, end, count)
-            visual = self._fix("visual", self._visible(tree.visual, end, above)[0])
+            size = self._visible(tree.semantic, absent, count)
+            visual = self._fix("visual", self._visible(tree.visual, absent, above)[0])
             parents = pad(tree.semantic.parent[:, :count], (0, count), value=above)[:, :count]
             parent = self._fix("parent", torch.where(size > 0, parents, above))
         else:
@@ -228,12 +228,16 @@ class ClusterIndex(Index):
             ready=tree.started,
         )
 
-    def _visible(self, level: ClusterTable, end: int, count: int) -> Tensor:
-        """[L, count] how many units of each cluster can be found: those below `end`, whose keys are still held."""
+    def _visible(self, level: ClusterTable, absent: Tensor, count: int) -> Tensor:
+        """[L, count] how many units of each cluster can be found: those that are not `absent` [end], whose keys are still
+        held. They are counted, or the others, whichever are fewer: a store may have dropped all but the last of a stream."""
         size = pad(level.size[:, :count], (0, max(0, count - level.size.shape[1])))
-        gone = torch.cat([self.absent[:end].nonzero()[:, 0], torch.arange(end, self.tree.units)])
-        owner = level.owner[:, gone]
-        return size.scatter_add(1, owner.clamp_min(0), -(owner >= 0).long())
+        here, late = (~absent).nonzero()[:, 0], torch.arange(len(absent), self.tree.units)
+        some, sign = torch.cat([absent.nonzero()[:, 0], late]), -1
+        if len(here) < len(some):
+            size, some, sign = torch.zeros_like(size), here, 1
+        owner = level.owner.index_select(1, some)
+        return size.scatter_add(1, owner.clamp_min(0), sign * (owner >= 0).long())
 
     def _places(self) -> tuple[Tensor, ...]:
         own = self.visual_key, self.visual_look, self.tree.means.all_keys

@@ -44,7 +44,7 @@ def check(index: ClusterIndex, tree: Hierarchy, end: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_it_is_what_counting_anew_finds(seed: int) -> None:
-    """Units come, are forgotten, split, and are taken back: from before there are clusters on."""
+    """Units come, are forgotten, split, and are taken back: from before there are clusters on, until most are forgotten."""
     draw, tree = random.Random(seed), tree_of(visual=3)
     data = plant(runs(90))
     index = index_of(tree, fresh=True)
@@ -69,6 +69,8 @@ def test_it_is_what_counting_anew_finds(seed: int) -> None:
             index.cut(tree.units)
             index.refresh()
             check(index, tree, tree.units)
+    index.forget(range(tree.units - 30))
+    check(index, tree, tree.units - 4)
     tree.clear()
     index.refresh()
     index.cut(0)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,6 +195,13 @@ class Columns:
     delta: Tensor
 
 
+class _Door:
+    """Whether the layers may be fed. Shared with the layers: one that knew its cache would keep the state's memory until
+    Python looks for cycles. (A class, for compilers break off at a `SimpleNamespace`.)"""
+
+    open = False
+
+
 class _Layer(CacheLayerMixin):
     """One layer of a `KVState`, as transformers wants to see it."""
 
@@ -203,7 +209,7 @@ class _Layer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, state: KVState, door: SimpleNamespace, index: int) -> None:
+    def __init__(self, state: KVState, door: _Door, index: int) -> None:
         super().__init__()
         self.state, self.door, self.index = state, door, index
         self.is_initialized = True
@@ -247,8 +253,7 @@ class KVCache(Cache):
 
     def __init__(self, state: KVState, layers: int) -> None:
         self.state = state
-        # Shared with the layers: one that knew its cache would keep the state's memory until Python looks for cycles.
-        self.door = SimpleNamespace(open=False)
+        self.door = _Door()
         self.sequence: Columns | None = None
         super().__init__(layers=[_Layer(state, self.door, index) for index in range(layers)])
 

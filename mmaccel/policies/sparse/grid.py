@@ -122,9 +122,10 @@ class Grid(IntraPattern):
 
     def _lines(self, region: Region) -> tuple[Part, ...]:
         """The lines, without the keys of the window and the sink."""
-        classes, parts = self._classes(region), list[Part]()
+        classes = self._classes(region)
         if self.slash and classes.frames is not None:
             return self._framed_lines(region, classes, classes.frames)
+        parts: list[Part] = []
         if self.slash or self.vertical:
             parts.append(self._strided_lines(region, classes))
         if self.horizontal:

@@ -210,8 +210,8 @@ class LayerInputs:
         """What follows from the layouts alone, made once for all layers; it lives with the layout of the queries."""
         # The layout of the keys is held, so that its id stays its own.
         name = "regions", id(self.k_layout), self.block
-        _, memo = once(self.q_layout.memo, name, lambda: (self.k_layout, dict[Hashable, Any]()))
-        return memo
+        held: tuple[Any, dict[Hashable, Any]] = once(self.q_layout.memo, name, lambda: (self.k_layout, {}))
+        return held[1]
 
     @property
     def heads(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import mmaccel
 from mmaccel.core.recipe import Recipe
@@ -20,6 +21,7 @@ def test_compiled_it_says_what_it_said(family: str) -> None:
         sparse={"name": "a_shape", "block": 16, "sink": 5, "window": 11}, backend="reference", dense_tail=0
     )
     torch._dynamo.reset()
+    counters.clear()
     try:
         with torch.no_grad(), mmaccel.accelerate(model, recipe) as fast:
             plain = model(**inputs).logits
@@ -27,5 +29,6 @@ def test_compiled_it_says_what_it_said(family: str) -> None:
             for _ in range(2):  # once traced, once more by what was traced
                 assert torch.equal(compiled(**inputs).logits, plain)
             assert fast.report().kept < 1
+        assert not any("SimpleNamespace" in reason for reason in counters["graph_break"])
     finally:
         torch._dynamo.reset()

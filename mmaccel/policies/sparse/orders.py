@@ -308,7 +308,7 @@ class RegionPattern(SparsePattern):
             return None
         if self.reads_layer:
             return layer.plan(self.layer_parts(layer))
-        name = "plan", self._key, layer.heads, layer.query.shape[::2], layer.key.shape[2]
+        name = "plan", self._key, layer.heads, *layer.query.shape[::2], layer.key.shape[2]
         return remember(layer.memo, name, lambda: layer.plan(self.layer_parts(layer)))
 
 

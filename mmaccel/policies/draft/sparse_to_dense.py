@@ -63,7 +63,7 @@ class _Memory(KVState):
     """
 
     def __init__(self, layers: int) -> None:
-        self._buffers: list[tuple[Tensor, ...]] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
         self._layers, self._length, self._prompt, self._gone = layers, 0, 0, 0
 
     def take(self, dense: KVState, chosen: list[Tensor], length: int) -> None:
@@ -90,17 +90,17 @@ class _Memory(KVState):
         self._put(layer, self._length, key, value)
 
     def _put(self, layer: int, length: int, *new: Tensor) -> None:
-        """New columns, the last of `length`."""
         end, start = length - self._gone, length - self._gone - new[0].shape[2]
-        held = self._buffers[layer]
-        self._buffers[layer] = tuple(grow_buffer(buffer, 2, end, used=start) for buffer in held)
+        key, value = (grow_buffer(buffer, 2, end, used=start) for buffer in self._buffers[layer])
+        self._buffers[layer] = key, value
         for buffer, columns in zip(self._buffers[layer], new, strict=True):
             buffer[:, :, start:end] = columns
 
     def view(self, layer: int, query: Tensor) -> KVView:
         if query.shape[2] != 1:
             raise ModelError("sparse_to_dense: the sparse memory shows one row at a time.")
-        return KVView(*(buffer[:, :, : self.held()] for buffer in self._buffers[layer]))
+        key, value = (buffer[:, :, : self.held()] for buffer in self._buffers[layer])
+        return KVView(key, value)
 
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("sparse_to_dense: the sparse memory follows the dense one; accept there.")

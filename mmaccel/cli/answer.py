@@ -58,7 +58,7 @@ def ask(
     max_new_tokens: int = MAX_NEW_TOKENS,
     streamer: Any = None,
 ) -> Answer:
-    """The greedy answer to `inputs`, to the first prompt of a batch; a plain model gets `recipe` for the length of the call."""
+    """The greedy answer to the first prompt of `inputs`; a plain model gets `recipe` for the length of the call."""
     return ask_each(model, processor, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer)[0]
 
 

@@ -1,8 +1,10 @@
 """What the parts cost on a CPU, each beside its dense or naive twin in the same run: `make bench`, in CI.
 
 A case is a pair of functions that take turns, timed in CPU seconds of one thread, so that a machine's speed and its other
-work cancel. The ratio is the median of time / twin's time over a block of turns; of `BLOCKS` blocks the least counts, for
-what else a machine does only adds. A ratio above `LIMIT` times the committed one (`ratios.json`) fails and names its case.
+work cancel; a case of many small calls has a twin of many small calls, one of few large ones a twin of such. The ratio is
+the median of time / twin's time over a block of turns; of `BLOCKS` blocks the least counts, for what else a machine does
+only adds, and a case that seems slower is measured for as many blocks again, twice. A ratio above `LIMIT` times the
+committed one (`ratios.json`) fails and names its case.
 
     make bench BENCH='-k clustering --write "splits look at fewer units"'    # commit a new ratio, and why
     make bench BENCH='--plant 1.5'                                           # is a slowdown of each case caught?
@@ -71,7 +73,7 @@ def dense() -> Tensor:
 
 
 def planning(name: str) -> Pair:
-    """A pattern's plan beside the dense attention that it saves."""
+    """A pattern's plan: a static one beside lists found row by row, one of content beside the attention that it saves."""
     query, key, _, _ = layer()
     pattern = Recipe.load(sparse=PATTERNS[name]).sparse
 
@@ -80,7 +82,7 @@ def planning(name: str) -> Pair:
             layout = video()  # a layout keeps what was planned for it
             pattern.plan(query, key, layout, layout)
 
-    return plans, dense
+    return plans, lists_by_row if name == "a_shape" else dense
 
 
 def attention(name: str) -> Pair:
@@ -92,20 +94,24 @@ def attention(name: str) -> Pair:
     return lambda: attend_plan(plan, query, key, value, SIZE**-0.5, kernel), dense
 
 
-def indices() -> Pair:
-    """Block lists of a window, beside those read off the whole mask."""
-    rows, block, window = torch.arange(TOKENS, dtype=torch.int32)[None, None], 64, 512
+def lists_by_row() -> list[Tensor]:
+    """Lists of the key blocks that each block of rows sees of a window, one block of rows after the other."""
+    block, window = 64, 512
+    keys = torch.arange(TOKENS, dtype=torch.int32)
+    first, last = keys[::block], keys[block - 1 :: block]
+    rows = zip(first, last, strict=True)
+    return [((first <= end) & (last > begin - window)).nonzero()[:, 0] for begin, end in rows]
 
-    def whole() -> Tensor:
-        apart = rows[0, 0][:, None] - rows[0, 0]
-        mask = (apart >= 0) & (apart < window)
-        return mask.view(TOKENS // block, block, TOKENS // block, block).any(3).any(1).nonzero()
+
+def indices() -> Pair:
+    """Block lists of a window, beside those found row by row."""
+    rows, block, window = torch.arange(TOKENS, dtype=torch.int32)[None, None], 64, 512
 
     def lists() -> None:
         for _ in range(20):
             reach(rows, rows, rows, rows, 0, window, block, block)
 
-    return lists, whole
+    return lists, lists_by_row
 
 
 def memory(name: str, **fields: Any) -> Any:
@@ -185,19 +191,26 @@ def clustering() -> Pair:
 
 
 def retrieval(name: str) -> Pair:
-    """The passes of a question on a memory, beside the attention of its rows to all that was watched."""
-    units, rows = 480, 8
-    state = memory(name, frames=16)
+    """The passes of a question on a memory, beside one that scores all that was watched unit by unit."""
+    units, rows, frames = 480, 8, 16
+    state = memory(name, frames=frames)
     watch(state, units)
-    columns = units * contract.TOKENS
-    key, value = torch.randn(2, 1, contract.GROUPS, columns, contract.SIZE)
-    query = torch.randn(1, contract.HEADS, columns, contract.SIZE)
+    key, value = torch.randn(2, contract.LAYERS, units, contract.GROUPS, contract.TOKENS, contract.SIZE)
+    query = torch.randn(contract.LAYERS, contract.HEADS, rows, contract.SIZE)
 
     def ask() -> None:
         with state.question_scope():
             run(state, StreamPass(kind="question", rows=rows, words=(1, rows), room=2))
 
-    return ask, lambda: dense_attend(query, key, value, contract.SIZE**-0.5)
+    def unit_by_unit() -> None:
+        for index in range(contract.LAYERS):
+            asked = query[index].mean((0, 1))
+            scores = torch.stack([(unit.mean((0, 1)) * asked).sum() for unit in key[index]])
+            best = scores.topk(frames).indices.sort().values
+            seen = (x[index, best].transpose(0, 1).flatten(1, 2)[None] for x in (key, value))
+            dense_attend(query[index][None], *seen, contract.SIZE**-0.5)
+
+    return ask, unit_by_unit
 
 
 def acceptance() -> Pair:
@@ -320,6 +333,20 @@ def slowed(work: Callable[[], Any], times: float) -> Callable[[], None]:
     return run
 
 
+def least(ratios: list[float], block: int) -> float:
+    """The least median of the blocks of `ratios`."""
+    return min(statistics.median(ratios[i : i + block]) for i in range(0, len(ratios), block))
+
+
+def again(work: Callable[[], Any], twin: Callable[[], Any]) -> float:
+    """The ratio of one turn."""
+    times = [time.process_time()]
+    for call in (twin, work):
+        call()
+        times.append(time.process_time())
+    return (times[2] - times[1]) / (times[1] - times[0])
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.benchmark(timer=time.process_time)
 def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> None:
@@ -336,14 +363,18 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
         twin()
         of_twin.append(time.process_time() - began)
 
+    measured = slowed(work, plant)
     with torch.no_grad():
         work(), turn()
         began = time.process_time()
         work(), turn()
         block = min(max(LEAST, int(SECONDS / (time.process_time() - began))), MOST)
-        benchmark.pedantic(slowed(work, plant), setup=turn, rounds=BLOCKS * block, warmup_rounds=1)
-    each = [own / other for own, other in zip(benchmark.stats.stats.data, of_twin[3:], strict=True)]
-    ratio = min(statistics.median(each[i * block : (i + 1) * block]) for i in range(BLOCKS))
+        benchmark.pedantic(measured, setup=turn, rounds=BLOCKS * block, warmup_rounds=1)
+        each = [own / other for own, other in zip(benchmark.stats.stats.data, of_twin[3:], strict=True)]
+        ratio = least(each, block)
+        for _ in range(0 if why else 2):
+            if ratio > LIMIT * committed[name]["ratio"]:
+                ratio = min(ratio, least([again(measured, twin) for _ in range(BLOCKS * block)], block))
     if why:
         committed[name] = {"ratio": round(ratio, 4), "why": why}
         write_whole(path, json.dumps(dict(sorted(committed.items())), indent=1) + "\n")

@@ -21,19 +21,16 @@ from mmaccel.backends.ops import pointwise
 from mmaccel.core.adapter import ConfigOnlyModel, Geometry, home_of
 from mmaccel.core.attach import ModelFamily
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.positions import Pace
 from mmaccel.core.registry import registry
 from mmaccel.models.install import Hooks
 from mmaccel.models.pointwise import normed, rotated
-from mmaccel.models.processor_style import ProcessorStyle
-from mmaccel.models.prompt_layout import Grid, cells, is_given, question_mask
+from mmaccel.models.prompt_layout import PIXELS, Grid, ProcessorStyle, cells, is_given, question_mask
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 SAMPLED = 1024
 """Elements that the digest of the weights reads of each projection, evenly spaced."""
-_VISUAL = {IMAGE: ("pixel_values", "image"), VIDEO: ("pixel_values_videos", "video")}
-"""The pixels of each kind of visual, and the name of what the tower made of them among `mm_encoder_outputs`."""
 
 
 class VisionTower(ABC):
@@ -101,8 +98,8 @@ class FamilyFacts(ModelFamily):
         encoded = inputs.get("mm_encoder_outputs") or {}
         return {
             kind
-            for kind, (pixels, name) in _VISUAL.items()
-            if is_given(inputs.get(pixels)) or encoded.get(name) is not None
+            for kind, pixels in PIXELS.items()
+            if is_given(inputs.get(pixels)) or encoded.get(MODALITIES[kind]) is not None
         }
 
     def geometry(self, model: nn.Module) -> Geometry:

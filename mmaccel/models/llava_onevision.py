@@ -9,14 +9,61 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from mmaccel.core.layout import IMAGE
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
 from mmaccel.models.family_facts import VisionTower
-from mmaccel.models.processor_style import ProcessorStyle, frame_videos, tile_images
-from mmaccel.models.prompt_layout import Grid
+from mmaccel.models.prompt_layout import PIXELS, Grid, Made, ProcessorStyle
 from mmaccel.models.signals import received
+
+
+def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:
+    """See `ProcessorStyle`: a base view of each image, and finer tiles of one that is alone in its text."""
+    from mmaccel.media.preprocess import anyres_tokens, to_square, to_tiles
+
+    per_tile = _tokens_per_tile(extra)
+    less = 1 if extra.get("vision_feature_select_strategy") == "default" else 0
+    most = int("".join(filter(str.isdigit, extra.get("vision_aspect_ratio", "anyres_max_9"))))
+    side, tiled, counts = math.isqrt(per_tile), [], []
+    for image, alone in [(image, len(row) == 1) for row in visuals for image in row]:
+        tiles = (to_tiles if alone else to_square)(image, pixels, **where)
+        tile, size = (int(tiles.shape[2]), int(tiles.shape[3])), (image.shape[1], image.shape[2])
+        finer = anyres_tokens(pixels, side, tile, size, most) - side**2 if alone else 1
+        tiled.append(tiles)
+        counts.append(per_tile + finer - less)
+    made = {
+        PIXELS[IMAGE]: pad_sequence(tiled, batch_first=True),
+        "image_sizes": torch.tensor([image.shape[1:] for row in visuals for image in row]),
+        "batch_num_images": torch.tensor([len(row) for row in visuals]),
+    }
+    return made, counts
+
+
+def _framed(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:
+    """See `ProcessorStyle`: frames of one size, as many of each video."""
+    from mmaccel.media.preprocess import to_frames
+
+    lengths = sorted({len(frames) for frames in visuals})
+    if len(lengths) > 1:
+        several = " and ".join(map(str, lengths))
+        raise ModelError(
+            f"videos of {several} frames make no batch on this model: give frames={lengths[0]}, so many of each."
+        )
+    pooled = math.ceil(math.isqrt(_tokens_per_tile(extra)) / 2)
+    made = [to_frames(frames, pixels, **where) for frames in visuals]
+    whole = made[0][None] if len(made) == 1 else torch.stack(made)
+    # One newline token ends a video.
+    return {PIXELS[VIDEO]: whole}, [len(frames) * pooled * pooled + 1 for frames in visuals]
+
+
+def _tokens_per_tile(extra: Mapping[str, Any]) -> int:
+    number = extra.get("num_image_tokens")
+    if not number:
+        raise ModelError("num_image_tokens is missing: set it in processor_config.json, or give config.json.")
+    return int(number)
 
 
 class Tower(VisionTower):
@@ -80,8 +127,8 @@ class LlavaOnevision(Family):
             video="LlavaOnevisionVideoProcessor",
             image_token="<image>",
             video_token="<video>",
-            images=tile_images,
-            videos=frame_videos,
+            images=_tiled,
+            videos=_framed,
             image_settings={
                 "size": {"height": 384, "width": 384},
                 "image_grid_pinpoints": [[384 * n, 384 * m] for n in range(1, 7) for m in range(1, 7)],

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmaccel.core import outside
+from mmaccel.core import errors, outside
 from mmaccel.core.errors import ModelError, check_text, warn
+from mmaccel.core.registry import registry
 from mmaccel.media.intake import as_frames, as_image
 from mmaccel.media.preprocess import Pixels
 from mmaccel.models.chat import Written, conversations, ids_of, image_rows, video_list, written
 from mmaccel.models.model_files import config_of, folder_of, read_json
-from mmaccel.models.processor_style import cuts_of, extra_of, style_of
+from mmaccel.models.prompt_layout import ProcessorStyle
 
 
 class Processor:
@@ -53,16 +54,16 @@ class Processor:
         with special tokens written in the texts they are given: True, the default, takes them as such, as stock does;
         False takes them as text, so that nobody who only asks a question can end a turn or begin another.
         """
-        self.model_type, self.style, self.tokenizer = model_type, style_of(model_type), tokenizer
+        self.model_type, self.style, self.tokenizer = model_type, _style_of(model_type), tokenizer
         config = dict(config or {})
         vision = dict(config.get("vision_config") or {})
-        self.image = Pixels(**self.style.image_settings).updated(cuts_of(vision)).updated(image or {})
+        self.image = Pixels(**self.style.image_settings).updated(_cuts_of(vision)).updated(image or {})
         self.video = (
             Pixels(**self.style.video_settings)
-            .updated(cuts_of(vision))
+            .updated(_cuts_of(vision))
             .updated(video if video is not None else image or {})
         )
-        self.extra = {**extra_of(config, vision), **{k: v for k, v in (extra or {}).items() if v is not None}}
+        self.extra = {**_extra_of(config, vision), **{k: v for k, v in (extra or {}).items() if v is not None}}
         self.special_tokens = special_tokens
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self.image_token, self.image_token_id = self._token("image", config)
@@ -83,7 +84,7 @@ class Processor:
             whole.pop("video_processor", None) or read_json(place / "video_preprocessor_config.json") or image
         )
         model_type = str(config.get("model_type"))
-        style_of(model_type)
+        _style_of(model_type)
         if image is None and video is None:
             raise ModelError(
                 f"{place} has neither processor_config.json nor preprocessor_config.json: save them there."
@@ -342,3 +343,38 @@ def _tokenizer(folder: Path) -> Any:
     except Exception as error:
         # The library raises errors of many kinds for a file that is not as it should be.
         raise ModelError(f"{folder} has no tokenizer that can be read: save it there.") from error
+
+
+def _cuts_of(vision: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of the patches, where the vision tower cuts frames into them."""
+    if "spatial_merge_size" not in vision:
+        return {}
+    return {
+        "patch_size": vision.get("patch_size"),
+        "temporal_patch_size": vision.get("temporal_patch_size"),
+        "merge_size": vision["spatial_merge_size"],
+    }
+
+
+def _extra_of(config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens a tile and how features are chosen, as config.json implies them."""
+    if "vision_feature_select_strategy" not in config:
+        return {}
+    extra: dict[str, Any] = {"vision_feature_select_strategy": config["vision_feature_select_strategy"]}
+    if vision.get("image_size") and vision.get("patch_size"):
+        extra["num_image_tokens"] = (vision["image_size"] // vision["patch_size"]) ** 2
+    if "vision_aspect_ratio" in config:
+        extra["vision_aspect_ratio"] = config["vision_aspect_ratio"]
+    return extra
+
+
+def _style_of(model_type: str) -> ProcessorStyle:
+    """The style of a model type; raises `ModelError` where no family has one."""
+    known: dict[str, ProcessorStyle] = {}
+    for family in registry("model").values():
+        known.update(getattr(family, "processors", {}))
+    if model_type not in known:
+        raise ModelError(
+            f"model type {errors.shown(model_type)} is not supported: there are {', '.join(sorted(known))}."
+        )
+    return known[model_type]

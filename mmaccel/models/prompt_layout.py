@@ -1,4 +1,5 @@
-"""Reads a call's arguments, and what each token of a prompt is: frames, cells and marks of visuals, words of the question.
+"""What a prompt is: the arguments of a call by name, how a processor makes its inputs, and what each of its tokens is (frames,
+cells and marks of visuals, words of the question).
 
 The question is the words of a message with images or videos, without the chat's markup. It is found in token ids alone.
 Known are the tokens that end a message (the model ends its answers with them) and those around images and videos. A message
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import IMAGE, TEXT
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 
 HEAD = 3
 """Most tokens of markup at the start of a message: its start token, the role, a line break."""
@@ -41,6 +42,41 @@ class Grid:
     @property
     def tokens(self) -> int:
         return self.frames * self.rows * self.columns + self.marks
+
+
+PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
+"""The argument in which the pixels of each kind of visual come."""
+
+Made = tuple[dict[str, Any], list[int]]
+"""Inputs of a model, and how many tokens each image or video takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorStyle:
+    """How the processor of one model type makes inputs.
+
+    processor, image, video      names of the stock classes, which the files of a processor name
+    image_token, video_token     placeholders of a text
+    images, videos               make the pixels, and count the tokens of each visual: of the settings
+                                 (`media.preprocess.Pixels`), the entries of processor_config.json beside them, the images
+                                 [3, H, W] of each text or the videos [T, 3, H, W], and device and dtype of the pixels
+    image_settings               of the stock image class where a file is silent: fields of `media.preprocess.Pixels`
+    video_settings               of the stock video class
+    type_ids                     whether the model takes `mm_token_type_ids`
+    seconds                      whether it takes `second_per_grid_ts`, the seconds of a step of each video
+    """
+
+    processor: str
+    image: str
+    video: str
+    image_token: str
+    video_token: str
+    images: Callable[[Any, Mapping[str, Any], list[Any], Mapping[str, Any]], Made]
+    videos: Callable[[Any, Mapping[str, Any], list[Any], Mapping[str, Any]], Made]
+    image_settings: Mapping[str, Any] = field(default_factory=dict)
+    video_settings: Mapping[str, Any] = field(default_factory=dict)
+    type_ids: bool = False
+    seconds: bool = False
 
 
 def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby, pairwise
@@ -16,19 +17,33 @@ from mmaccel.core.registry import register
 from mmaccel.models.family import Family
 from mmaccel.models.family_facts import VisionTower
 from mmaccel.models.pointwise import rotated
-from mmaccel.models.processor_style import ProcessorStyle, patch_images, patch_videos
-from mmaccel.models.prompt_layout import Grid
+from mmaccel.models.prompt_layout import PIXELS, Grid, Made, ProcessorStyle
 from mmaccel.models.signals import received
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
+
+
+def _patched(kind: int, pixels: Any, extra: Any, visuals: list[Any], where: Mapping[str, Any]) -> Made:
+    """See `ProcessorStyle`: patches of all images (IMAGE) or videos (VIDEO) in a row, and their grids."""
+    from mmaccel.media.preprocess import to_patches
+
+    frames = visuals if kind == VIDEO else [image[None] for row in visuals for image in row]
+    made = [to_patches(one, pixels, video=kind == VIDEO, **where) for one in frames]
+    grids = torch.tensor([shape for _, shape in made], dtype=torch.long)
+    merged = (pixels.merge_size or 1) ** 2
+    # A single video of gigabytes is not copied.
+    whole = made[0][0] if len(made) == 1 else torch.cat([patches for patches, _ in made])
+    return {PIXELS[kind]: whole, _GRIDS[kind]: grids}, [math.prod(shape) // merged for _, shape in made]
+
+
 _PATCHES: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 _PROCESSOR: dict[str, Any] = {
     "image": "Qwen2VLImageProcessor",
     "video": "Qwen2VLVideoProcessor",
     "image_token": "<|image_pad|>",
     "video_token": "<|video_pad|>",
-    "images": patch_images,
-    "videos": patch_videos,
+    "images": functools.partial(_patched, IMAGE),
+    "videos": functools.partial(_patched, VIDEO),
     "image_settings": {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, **_PATCHES},
     "video_settings": {
         "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
@@ -127,8 +142,7 @@ class Qwen25VL(Family):
         grid = inputs.get(_GRIDS[kind])
         if grid is None:
             return {}
-        pixels = "pixel_values" if kind == IMAGE else "pixel_values_videos"
-        sizes = {_GRIDS[kind]: [1] * len(grid), pixels: grid.prod(1).tolist()}
+        sizes = {_GRIDS[kind]: [1] * len(grid), PIXELS[kind]: grid.prod(1).tolist()}
         if kind == VIDEO:
             sizes["second_per_grid_ts"] = [1] * len(grid)
         return {name: size for name, size in sizes.items() if inputs.get(name) is not None}

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from mmaccel.core.attention import ForwardPass
 from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.layout import IMAGE, MODALITIES, VIDEO, TokenLayout
+from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models.install import Hooks
-from mmaccel.models.prompt_layout import by_name
+from mmaccel.models.prompt_layout import PIXELS, by_name
 from mmaccel.models.vision import METHODS
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class VisionProbe:
         """`vision_attention` [S] and `vision_key` [S, D] of a prompt of one sequence, from what was encoded last."""
         tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None
-        for kind, name in ((IMAGE, "pixel_values"), (VIDEO, "pixel_values_videos")):
+        for kind, name in PIXELS.items():
             at = (layout.modality[0] == kind).nonzero()[:, 0]
             if not at.numel():
                 continue

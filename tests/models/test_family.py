@@ -16,7 +16,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.registry import registry
 from mmaccel.models.llava_onevision import LlavaOnevision
 from mmaccel.models.processor import Processor
-from mmaccel.models.processor_style import ProcessorStyle
+from mmaccel.models.prompt_layout import ProcessorStyle
 from tests.models.streams import FPS, QUESTION, film, pair
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,13 @@ from mmaccel.models.pruning import Entering
 from mmaccel.models.signals import Ear
 from mmaccel.models.step import LayerStep, Rows
 
-if TYPE_CHECKING:
-    from mmaccel.models.family_facts import FamilyFacts
-
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
 
 Buffers = list[tuple[Tensor, Tensor]]
 
 
-def admits(model: nn.Module, family: FamilyFacts, cache: Any) -> bool:
+def admits(model: nn.Module, family: Any, cache: Any) -> bool:
     """Whether the steps of `model` after `cache` can be captured: on CUDA devices, each layer on one of them and the ends on
     one, layers that are `known`, with no module that others put or hooked in, and a memory that is written in place. A
     pruner's hooks serve the prompt; what they do to a step is in the memory."""
@@ -141,7 +138,7 @@ class SequenceSteps:
           column, where the next step writes again, and no other row sees them
     """
 
-    def __init__(self, model: nn.Module, family: FamilyFacts, rows: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, family: Any, rows: Sequence[int]) -> None:
         if not rows or min(rows) < 1 or max(rows) > WINDOW:
             raise ModelError(f"rows {list(rows)}: give numbers from 1 to {WINDOW}.")
         self.model, self.family, self.rows = model, family, sorted(set(rows))

@@ -16,7 +16,6 @@ from mmaccel.core.draft import Prompt
 from mmaccel.core.errors import DraftError, ModelError, warn
 from mmaccel.core.generate import CarefulDraft, Ended, Speculation, lockstep
 from mmaccel.core.layout import IMAGE, VIDEO
-from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import asked, columns, is_given
 from mmaccel.models.runner import open_runner, unpadded
@@ -318,7 +317,7 @@ def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
     kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
 
 
-def split_batch(family: FamilyFacts, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The inputs of each sequence of a batch by itself, its padding included; what tells of neither sequences nor
     pixels stays in each."""
     if is_given(inputs.get("mm_encoder_outputs")):

@@ -1,26 +1,72 @@
-"""What a model family of Hugging Face does: the ways into the rest of this room, imported when they are taken.
+"""The facts of a model family, and what follows from them for models of Hugging Face built like Qwen2.
 
-Importing this file does not import transformers.
+Importing this file does not import transformers; what else of this room a family needs is imported when it is asked for.
+Files that are imported so take a family as `Any`: they are below this one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, unwrapped
-from mmaccel.core.attach import Accelerated
+from mmaccel.backends.ops import pointwise
+from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_of, unwrapped
+from mmaccel.core.attach import Accelerated, ModelFamily
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
+from mmaccel.core.positions import Pace
+from mmaccel.core.registry import registry
 from mmaccel.core.stream_adapter import StreamAdapter
-from mmaccel.models.family_facts import FamilyFacts
+from mmaccel.models.install import Hooks
+from mmaccel.models.pointwise import normed, rotated
+from mmaccel.models.prompt_layout import PIXELS, Grid, ProcessorStyle, cells, is_given, question_mask
+
+_ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
+SAMPLED = 1024
+"""Elements that the digest of the weights reads of each projection, evenly spaced."""
+Inputs = Mapping[str, Any]
+"""Keyword arguments that a user gives a model: ids, mask, pixels, grids."""
 
 
-class Family(FamilyFacts):
-    """A family that takes recipes and reads streams; `FamilyFacts` says which facts and methods a subclass gives."""
+class Family(ModelFamily):
+    """A family whose modules are called as in Qwen2: ``model.model.language_model.layers[i].self_attn.q_proj``.
+
+    A family is a subclass in one file: these facts, and the methods whose default does not fit. Sets of class names say for
+    which classes one of our kernels computes the same; of others the modules run as they are.
+
+    mrope                   whether positions have three coordinates
+    facts                   inputs that its processor makes beside ids, mask and pixels
+    needed                  pixels -> the one of the facts that comes with them
+    processors              model type -> how its processor makes inputs
+    vision_tower            how pruners read the vision tower, a `signals.VisionTower`; None: they cannot
+    decoder_layers          decoder layers that `step.py` computes: norms, biases and products as in Qwen2
+    rms_norms               norms by the root mean square: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
+    gated_mlps              ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``
+    plain_rotary            rotary modules whose angles are ``position * inv_freq``, where `rope_type` is "default"
+    rotate_function         what the attention modules call to rotate queries and keys
+    vision_rotate_function  the same of a tower that `windowed` gives
+    """
+
+    mrope: ClassVar[bool] = False
+    facts: ClassVar[frozenset[str]] = frozenset()
+    needed: ClassVar[Mapping[str, str]] = {}
+    processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
+    vision_tower: ClassVar[Any] = None
+    decoder_layers: ClassVar[frozenset[str]] = frozenset()
+    rms_norms: ClassVar[frozenset[str]] = frozenset()
+    gated_mlps: ClassVar[frozenset[str]] = frozenset()
+    plain_rotary: ClassVar[frozenset[str]] = frozenset()
+    rotate_function: ClassVar[str] = "apply_rotary_pos_emb"
+    vision_rotate_function: ClassVar[str] = "apply_rotary_pos_emb_vision"
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
         from mmaccel.models.generate import DraftTimes, generate
@@ -53,6 +99,247 @@ class Family(FamilyFacts):
         adapter = None if found is None else causal(found)
         return None if adapter is None or found is None else (found, adapter)
 
+    def pace(self, model: nn.Module) -> int:
+        """Frames that the vision tower takes as one step of time."""
+        return int(getattr(getattr(model.config, "vision_config", None), "temporal_patch_size", None) or 1)
+
+    def geometry(self, model: nn.Module) -> Geometry:
+        whole = self.whole_geometry(model)
+        if isinstance(model, ConfigOnlyModel):
+            return whole
+        attention: Any = getattr(self.layers(model)[0], "self_attn", None)
+        size = whole.head_dim
+        heads, groups = _rows_of(attention, "q_proj"), _rows_of(attention, "k_proj")
+        if not heads or not groups or heads % size or groups % size:
+            return whole
+        return replace(whole, heads=heads // size, kv_heads=groups // size)
+
+    def whole_geometry(self, model: nn.Module) -> Geometry:
+        config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        heads = config.num_attention_heads
+        return Geometry(
+            layers=config.num_hidden_layers,
+            heads=heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+        )
+
+    def fingerprint(self, model: nn.Module) -> dict[str, Any]:
+        config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        rope = getattr(config, "rope_parameters", None) or {}
+        # Only what turns keys: releases differ in what else they write beside it.
+        turning = {name: rope[name] for name in _ROPE if rope.get(name) is not None}
+        return {**super().fingerprint(model), "rope": turning}
+
+    def weights_digest(self, model: nn.Module) -> str | None:
+        if isinstance(model, ConfigOnlyModel) or _shards(model) > 1:
+            return None
+        digest = hashlib.sha256()
+        for layer in self.layers(model):
+            for name in ("q_proj", "k_proj"):
+                weight = getattr(getattr(getattr(layer, "self_attn", None), name, None), "weight", None)
+                if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
+                    return None
+                flat = weight.detach().flatten()
+                # In bfloat16 the same for weights that were saved so and loaded in float32 or float16.
+                some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].to("cpu", torch.bfloat16)
+                digest.update(repr(tuple(weight.shape)).encode() + some.view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def own_heads(self, model: nn.Module) -> range:
+        count, heads = _shards(model), len(super().own_heads(model))
+        if count == 1:
+            return range(heads)
+        # transformers keeps the mesh of `from_pretrained(..., tp_plan=...)`; heads lie in the order of the ranks.
+        mesh: Any = getattr(model, "_device_mesh", None)
+        if mesh is None:
+            rank = torch.distributed.get_rank() % count
+        else:
+            rank = mesh.get_local_rank("tp" if "tp" in (mesh.mesh_dim_names or ()) else None)
+        each = heads // count
+        return range(rank * each, (rank + 1) * each)
+
+    def folder(self, model: nn.Module) -> Path | None:
+        source = getattr(model.config, "_name_or_path", "")
+        return Path(source) if source and Path(source).is_dir() else None
+
+    def multimodal(self, model: nn.Module) -> nn.Module:
+        return model.model  # type: ignore[return-value]
+
+    def text(self, model: nn.Module) -> nn.Module:
+        return self.multimodal(model).language_model  # type: ignore[return-value]
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        return self.text(model).layers  # type: ignore[return-value]
+
+    def rotary(self, model: nn.Module) -> nn.Module:
+        return self.text(model).rotary_emb  # type: ignore[return-value]
+
+    def pointwise(self, model: nn.Module) -> list[nn.Module]:
+        found: list[nn.Module] = [self.text(model).norm]  # type: ignore[list-item]
+        for layer in self.layers(model):
+            found += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]  # type: ignore[list-item]
+        return found
+
+    def windowed(self, model: nn.Module) -> nn.Module | None:
+        """The vision tower, where it attends within windows that it calls one by one."""
+        return None
+
+    def words(self, model: nn.Module) -> nn.Embedding:
+        """The embedding of words."""
+        return model.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
+    def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        return model.get_output_embeddings()(hidden)  # type: ignore[operator, no-any-return]
+
+    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
+        """The images and the videos of a prompt, each in order of appearance over the batch."""
+        raise self._lacks("how its visual tokens are laid out")
+
+    def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+        """For each of `inputs` that tells of images (IMAGE) or of videos (VIDEO): how much of its first axis each takes."""
+        raise self._lacks("which pixels are whose; give prompts one by one")
+
+    def _lacks(self, what: str) -> ModelError:
+        return ModelError(f"{self.name}: this family does not say {what}.")
+
+    def shown(self, inputs: Inputs) -> set[int]:
+        """Which of IMAGE and VIDEO a prompt shows. A placeholder of another kind is a word, as one that the model wrote."""
+        encoded = inputs.get("mm_encoder_outputs") or {}
+        return {
+            kind
+            for kind, pixels in PIXELS.items()
+            if is_given(inputs.get(pixels)) or encoded.get(MODALITIES[kind]) is not None
+        }
+
+    def placeholders(self, model: nn.Module) -> tuple[int, ...]:
+        config: Any = model.config
+        return config.image_token_id, config.video_token_id
+
+    def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
+        # A family that names no facts of its own may have those of others.
+        known = registry("model").values() if self.facts else ()
+        others: set[str] = set().union(*(getattr(one, "facts", ()) for one in known))
+        odd = [
+            f"{name} is of another family"
+            for name in sorted(others - self.facts)
+            if inputs.get(name) is not None
+        ]
+        odd += [
+            f"{pixels} comes without {fact}"
+            for pixels, fact in self.needed.items()
+            if is_given(inputs.get(pixels)) and inputs.get(fact) is None
+        ]
+        if odd:
+            raise ModelError(f"inputs: {odd[0]}; build them with the model's own processor.")
+        ids: Tensor = inputs["input_ids"]
+        config: Any = model.config
+        modality = torch.zeros_like(ids)
+        for kind in self.shown(inputs):
+            modality[ids == (config.image_token_id if kind == IMAGE else config.video_token_id)] = kind
+        mask = inputs.get("attention_mask")
+        valid = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        if not bool((modality != TEXT).any()):
+            return TokenLayout.build(modality, valid=valid)
+        images, videos = self.grids(model, inputs)
+        fields = cells(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
+        return TokenLayout.build(modality, valid=valid, asked=question_mask(model, ids, modality), **fields)
+
+    def positions(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        ids: Tensor = inputs["input_ids"]
+        mask = inputs.get("attention_mask")
+        if mask is None:
+            return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+    def steps(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
+        """[units] long: what the first rotary coordinate of each unit of the video of `inputs` is beyond that of unit 0,
+        were it `units` units long."""
+        count = self.layout(model, {**inputs, "attention_mask": None}).frame
+        first = int((count == 0).sum())
+        return torch.arange(units, device=count.device) * first
+
+    def pace_of(self, model: nn.Module, inputs: Inputs) -> Pace | None:
+        """Of a family whose positions are seconds: how many a second has, and the seconds of a unit of `inputs`' video."""
+        return None
+
+    def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
+        """(height, width) in pixels of the video frames of `inputs`."""
+        height, width = inputs["pixel_values_videos"].shape[-2:]
+        return height, width
+
+    def embed(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        caught: list[Tensor] = []
+        thread = threading.get_ident()
+
+        class Stop(Exception):
+            pass
+
+        def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                caught.append(kwargs["inputs_embeds"])
+                raise Stop
+
+        with Hooks() as hooks, suppress(Stop):
+            hooks.before(self.text(model), catch)
+            self.multimodal(model)(**inputs, use_cache=False)
+        return caught[0]
+
+    def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        # Past the words: putting features in their places counts these on the host.
+        given = [inputs[name] for name in ("pixel_values_videos", "video_grid_thw") if name in inputs]
+        features = self.multimodal(model).get_video_features(*given, return_dict=True).pooler_output  # type: ignore[operator]
+        rows = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
+        return rows.to(home_of(model), self.words(model).weight.dtype)
+
+    def patches(self, model: nn.Module, pixels: Tensor) -> int:
+        """How many patches the vision tower makes of `pixels`, as the model's processor gives them."""
+        raise self._lacks("how many patches its vision tower sees")
+
+    def encoded(
+        self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Callable[..., Any]
+    ) -> Any:
+        """The visual features of `pixels`, images (IMAGE) or videos (VIDEO), as the model's own method gives them.
+
+        given     the call's other arguments
+        features  the tower's of a part of the pixels, given as keywords what of `given` is another for that part. A part has
+                  at most `most` patches, unless what cannot be cut has more
+        """
+        raise self._lacks("how its visual inputs are cut")
+
+    def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
+        block: Any = self.layers(model)[layer]
+        return normed(block.input_layernorm, hidden, self)
+
+    def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
+        block: Any = self.layers(model)[layer]
+        out = block.self_attn.q_proj(rows)
+        shape = self.geometry(model)
+        return out.view(*out.shape[:2], shape.heads, shape.head_dim).transpose(1, 2)
+
+    def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rotary: Any = self.rotary(model)
+        plain = type(rotary).__name__ in self.plain_rotary and getattr(rotary, "rope_type", None) == "default"
+        if plain and positions.ndim == 1:
+            pace = rotary.inv_freq.to(positions.device, torch.float32)
+            cos, sin = pointwise.angles(positions, pace, rotary.attention_scaling, dtype)
+            return cos[None, None], sin[None, None]
+        like = torch.empty(0, dtype=dtype, device=positions.device)
+        # Past the module's hooks, for a hook of a stream gives no rotation.
+        cos, sin = rotary.forward(like, positions[..., None, :])
+        return cos[:, None], sin[:, None]
+
+    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        return rotated(x, *angles)
+
+    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        if pointwise.fusible(x):
+            pointwise.rotate_(x, *(angle[:, 0] for angle in angles))
+        else:
+            x.copy_(self.turn(x, angles))
+
 
 class Causal(Family):
     """``AutoModelForCausalLM`` of any kind whose cache can be cut back to an earlier token."""
@@ -70,10 +357,10 @@ class Causal(Family):
     def text(self, model: nn.Module) -> nn.Module:
         return model.base_model  # type: ignore[return-value]
 
-    def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
+    def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
         return TokenLayout.text(*inputs["input_ids"].shape)
 
-    def embed(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    def embed(self, model: nn.Module, inputs: Inputs) -> Tensor:
         return self.words(model)(inputs["input_ids"])  # type: ignore[no-any-return]
 
 
@@ -96,3 +383,18 @@ def causal(model: nn.Module) -> Causal | None:
             "attention alone."
         )
     return Causal()
+
+
+def _rows_of(module: Any, name: str) -> int | None:
+    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
+    weight is no matrix of floating numbers, such as a quantized one."""
+    weight = getattr(getattr(module, name, None), "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    # A DTensor has the shape of the whole.
+    return int(getattr(weight, "_local_tensor", weight).shape[0])
+
+
+def _shards(model: nn.Module) -> int:
+    """How many processes share each layer of a model (tensor parallelism)."""
+    return getattr(model, "tp_size", None) or 1

@@ -28,7 +28,6 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.generate import Deadline
 from mmaccel.core.layout import TokenLayout
 from mmaccel.models.attention import ATTENTION, Columns, KVCache, PackedPass, check_forward, packed_in
-from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
 from mmaccel.models.prompt_layout import by_name, positions_of
@@ -48,7 +47,7 @@ class Attachment(Attaching):
     def __init__(
         self,
         model: nn.Module,
-        family: FamilyFacts,
+        family: Any,
         owner: Accelerated,
         generate: Callable[..., Any],
         draft_times: Any,

@@ -15,9 +15,8 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
-from mmaccel.models.family_facts import VisionTower
 from mmaccel.models.prompt_layout import PIXELS, Grid, Made, ProcessorStyle
-from mmaccel.models.signals import received
+from mmaccel.models.signals import VisionTower, received
 
 
 def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:

@@ -24,7 +24,7 @@ ROWS = 1 << 15
 
 
 def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
-    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows; `family` is their `FamilyFacts`."""
+    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows; `family` is their `Family`."""
     for module in modules:
         if is_gated(module, family):
             hooks.wrap(module, "forward", gated, module)

@@ -19,7 +19,6 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
-from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Hooks
 from mmaccel.models.signals import VisionProbe, peek, tell_idle
 
@@ -57,7 +56,7 @@ class Pruning:
     """The pruner of one accelerated model."""
 
     def __init__(
-        self, hooks: Hooks, model: nn.Module, family: FamilyFacts, pruner: TokenPruner, depth: int
+        self, hooks: Hooks, model: nn.Module, family: Any, pruner: TokenPruner, depth: int
     ) -> None:
         self.pruner, self.family, self.model = pruner, family, model
         self.stages = {stage.layer: stage for stage in pruner.stages(depth)}

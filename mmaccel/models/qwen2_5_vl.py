@@ -15,10 +15,9 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.positions import Pace
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
-from mmaccel.models.family_facts import VisionTower
 from mmaccel.models.pointwise import rotated
 from mmaccel.models.prompt_layout import PIXELS, Grid, Made, ProcessorStyle
-from mmaccel.models.signals import received
+from mmaccel.models.signals import VisionTower, received
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 

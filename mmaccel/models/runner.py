@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from mmaccel.core.registry import registry
 from mmaccel.models import decode
 from mmaccel.models.vision import in_parts
 
-if TYPE_CHECKING:
-    from mmaccel.models.family_facts import FamilyFacts
-
 
 class HFRunner(Runner):
     """A runner over a transformers cache: ours on an accelerated model, a `DynamicCache` on a plain one. Batch 1.
@@ -32,7 +29,7 @@ class HFRunner(Runner):
     It keeps no graph for gradients, which would hold every layer's activations as long as its logits or its cache live.
     """
 
-    def __init__(self, model: nn.Module, family: FamilyFacts, cache: Any, rows: Sequence[int] = ()) -> None:
+    def __init__(self, model: nn.Module, family: Any, cache: Any, rows: Sequence[int] = ()) -> None:
         """`rows`: the numbers of rows of which steps are captured (`SequenceSteps`); all others go through the model, which
         prompts always do."""
         self.model, self.family, self.cache = model, family, cache
@@ -41,7 +38,7 @@ class HFRunner(Runner):
         self._moved: KVState | None = None
 
     @staticmethod
-    def open(model: nn.Module, family: FamilyFacts, state: KVState | None = None) -> HFRunner:
+    def open(model: nn.Module, family: Any, state: KVState | None = None) -> HFRunner:
         """A fresh sequence; `state` replaces the recipe's memory and needs an accelerated model."""
         from transformers import DynamicCache
 
@@ -202,7 +199,7 @@ class HFRunner(Runner):
         return int(self.cache.get_seq_length()) if self._moved is None else self._moved.length()
 
 
-def open_runner(model: nn.Module, family: FamilyFacts, cache: Any) -> HFRunner:
+def open_runner(model: nn.Module, family: Any, cache: Any) -> HFRunner:
     """The runner of `model` after `cache`, with captured steps where `decode.admits` them."""
     return HFRunner(model, family, cache, decode.ROWS if decode.admits(model, family, cache) else ())
 

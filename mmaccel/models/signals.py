@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from mmaccel.models.vision import METHODS
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
     from mmaccel.core.report import Meter
-    from mmaccel.models.family_facts import FamilyFacts
 
 
 SCORES = 1 << 24
@@ -44,7 +44,7 @@ def paid(query: Tensor, key: Tensor, at: Tensor, scale: float) -> Tensor:
 
 
 def peek(
-    family: FamilyFacts,
+    family: Any,
     model: nn.Module,
     layer: Any,
     hidden: Tensor,
@@ -228,6 +228,27 @@ class Listener(Probe):
                 raise ModelError(f"prune {self.pruner.name!r} received nothing from the target's prefill.")
 
 
+class VisionTower(ABC):
+    """What a pruner reads of a family's vision tower: of each visual token the attention it receives, and its key.
+
+    attention  the attention module whose input `look` is given
+    """
+
+    attention: nn.Module
+
+    @abstractmethod
+    def __init__(self, multimodal: Any) -> None: ...
+
+    @abstractmethod
+    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """[..., patches, 1 + D] of what enters `attention`: the attention that each patch receives, then its key."""
+
+    @abstractmethod
+    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """[n, 1 + D] for the visual tokens of a call, images (IMAGE) or videos (VIDEO), from what `look` gave of it; `given`
+        are the call's arguments."""
+
+
 class VisionProbe:
     """While `hooks` are there, computes for each visual token the attention it receives in the vision tower, and its key.
 
@@ -235,7 +256,7 @@ class VisionProbe:
     held for a few frames at a time. What was caught stays with the thread until `take`.
     """
 
-    def __init__(self, hooks: Hooks, model: nn.Module, family: FamilyFacts) -> None:
+    def __init__(self, hooks: Hooks, model: nn.Module, family: Any) -> None:
         if family.vision_tower is None:
             raise ModelError(
                 f"prune: mmaccel cannot read the vision tower of {family.name}; choose a pruner that does not need it."

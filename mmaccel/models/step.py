@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from mmaccel.core.attention import ForwardPass
 from mmaccel.core.kv import CacheSlot, StreamState
 from mmaccel.core.replay import Replays, Work
 from mmaccel.models.pointwise import normed
-
-if TYPE_CHECKING:
-    from mmaccel.models.family_facts import FamilyFacts
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -129,7 +126,7 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
     return Rows(*pass_rows(x, by[0][0], by[1], residual, norm.weight))
 
 
-def known(layers: Iterable[Any], activation: str, family: FamilyFacts) -> bool:
+def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
     """Whether `LayerStep` computes what `layers` do: `decoder_layers` of the family, each on one device, with plain
     linear modules; of products that are made together all have a bias, or none."""
     layers = list(layers)
@@ -187,7 +184,7 @@ def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
 class StreamSteps:
     """Questions and answers on the memory of a stream: what is between two layers' retrieval is one captured function."""
 
-    def __init__(self, model: nn.Module, family: FamilyFacts) -> None:
+    def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family = model, family
         self._shape = family.geometry(model)
         self._watched: Watched | None = None

@@ -29,7 +29,6 @@ from mmaccel.core.positions import PositionIds
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.stream_adapter import Clip, StreamAdapter
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
-from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
@@ -49,7 +48,7 @@ QUIET_S = 0.5
 class HFStreamAdapter(StreamAdapter):
     """A model, its family and its processor."""
 
-    def __init__(self, model: nn.Module, family: FamilyFacts, processor: Any) -> None:
+    def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
         if not callable(getattr(processor, "template_ids", None)):
             raise ModelError(
                 "processor: a session needs the processor that mmaccel.load_processor gives for the model's folder."

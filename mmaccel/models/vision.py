@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -43,9 +43,6 @@ from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.pointwise import gated, is_gated, is_norm, normed_or, rotate_by
 from mmaccel.models.prompt_layout import by_name
 
-if TYPE_CHECKING:
-    from mmaccel.models.family_facts import FamilyFacts
-
 PATCHES = 1 << 14
 """Patches of a call, unless one step of time or one image has more. At the published shapes a patch of Qwen2.5-VL holds some
 44 kB where queries and keys are turned in float32, and one of LLaVA-OneVision some 87 kB in releases of transformers that
@@ -58,13 +55,13 @@ WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "
 
 
 @contextmanager
-def in_parts(family: FamilyFacts, model: nn.Module) -> Iterator[None]:
+def in_parts(family: Any, model: nn.Module) -> Iterator[None]:
     """While inside, the model's tower runs as `by_parts` lets it."""
     with shared_hooks(family.multimodal(model), "in_parts", lambda hooks: by_parts(hooks, family, model)):
         yield
 
 
-def by_parts(hooks: Hooks, family: FamilyFacts, model: nn.Module) -> None:
+def by_parts(hooks: Hooks, family: Any, model: nn.Module) -> None:
     """Let the model's tower see at most `PATCHES` patches a call, windows of one length at once, and run in fewer kernels.
     A tower that does so already is left as it is."""
     multimodal = family.multimodal(model)
@@ -80,7 +77,7 @@ def by_parts(hooks: Hooks, family: FamilyFacts, model: nn.Module) -> None:
 
 
 def _encode(
-    family: FamilyFacts,
+    family: Any,
     model: nn.Module,
     kind: int,
     joined: Callable[..., Any],
@@ -104,7 +101,7 @@ def _encode(
 
 
 def _joined(
-    family: FamilyFacts,
+    family: Any,
     model: nn.Module,
     kind: int,
     encode: Callable[..., Any],
@@ -203,7 +200,7 @@ def _register() -> None:
     AttentionInterface.register(WINDOWS, torch.compiler.disable(attention))
 
 
-def by_length(hooks: Hooks, family: FamilyFacts, model: nn.Module) -> None:
+def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:
     """Let the windows of one length go through the model's vision tower in one call.
 
     A tower without windows, with an attention of the user's choice, or that does so already is left as it is.
@@ -217,7 +214,7 @@ def by_length(hooks: Hooks, family: FamilyFacts, model: nn.Module) -> None:
 
 
 @contextmanager
-def in_batches(family: FamilyFacts, model: nn.Module) -> Iterator[None]:
+def in_batches(family: Any, model: nn.Module) -> Iterator[None]:
     """While inside, the windows of one length go through the model's vision tower in one call."""
     with shared_hooks(family.multimodal(model), "in_batches", lambda hooks: by_length(hooks, family, model)):
         yield
@@ -230,7 +227,7 @@ _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
 
 
-def fewer_kernels(hooks: Hooks, family: FamilyFacts, model: nn.Module) -> None:
+def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:
     """Let the model's tower run in fewer kernels, where they exist; copies of weights go with `hooks`. Leaves a tower of a
     family without windows, or one that already runs so, as it is."""
     tower = family.windowed(model)

@@ -40,7 +40,7 @@ from mmaccel.backends import flash
 from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
-from mmaccel.models import shapes, vision
+from mmaccel.models import modules, shapes
 
 SHAPE = "qwen2.5-vl-7b"
 LAYERS = {"model:128k": 28, "model:512k": 2, "model:1m": 1}
@@ -270,11 +270,11 @@ def vision_step(name: str, tokens: int, seconds: float, ways: Sequence[str], siz
         values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         pixels = torch.empty(count * math.prod(size), values, dtype=first.dtype, device=first.device)
         pixels.normal_(generator=torch.Generator(first.device).manual_seed(0))
-        most, none = options.patches or vision.PATCHES, lambda *_: None
+        most, none = options.patches or modules.PATCHES, lambda *_: None
         for way in ways:
             with (
-                patch.object(vision, "PATCHES", len(pixels) if way == "whole" else most),
-                patch.object(vision, "fewer_kernels", none if way == "modules" else vision.fewer_kernels),
+                patch.object(modules, "PATCHES", len(pixels) if way == "whole" else most),
+                patch.object(modules, "fewer_kernels", none if way == "modules" else modules.fewer_kernels),
                 mmaccel.accelerate(model, "dense"),
             ):
                 row = timed_tower(model, pixels, size)

@@ -27,7 +27,7 @@ from mmaccel.core.positions import Pace
 from mmaccel.core.registry import registry
 from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.models.install import Hooks
-from mmaccel.models.pointwise import normed, rotated
+from mmaccel.models.modules import normed, rotated
 from mmaccel.models.prompt_layout import PIXELS, Grid, ProcessorStyle, cells, is_given, question_mask
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")

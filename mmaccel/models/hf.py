@@ -3,7 +3,7 @@ attention.py; `generate`: generate.py).
 
 Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
 our copy of their config. What an attached model carries is: that copy, and instance wrappers of the `forward` of the
-multimodal and of the text model, of what encodes images and videos (vision.py), and of `generate`. install.py puts all of
+multimodal and of the text model, of what encodes images and videos (modules.py), and of `generate`. install.py puts all of
 it there or nothing, and takes all of it away.
 """
 
@@ -29,11 +29,10 @@ from mmaccel.core.generate import Deadline
 from mmaccel.core.layout import TokenLayout
 from mmaccel.models.attention import ATTENTION, Columns, KVCache, PackedPass, check_forward, packed_in
 from mmaccel.models.install import Attaching, gate_of
-from mmaccel.models.pointwise import in_chunks, rotate_by
+from mmaccel.models.modules import by_parts, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import by_name, positions_of
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.signals import hear
-from mmaccel.models.vision import by_parts
 
 
 class Attachment(Attaching):

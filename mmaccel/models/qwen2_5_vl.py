@@ -15,7 +15,7 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.positions import Pace
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
-from mmaccel.models.pointwise import rotated
+from mmaccel.models.modules import rotated
 from mmaccel.models.prompt_layout import PIXELS, Grid, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received
 

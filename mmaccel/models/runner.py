@@ -20,7 +20,7 @@ from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.models import decode
-from mmaccel.models.vision import in_parts
+from mmaccel.models.modules import in_parts
 
 
 class HFRunner(Runner):

@@ -20,7 +20,7 @@ from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers,
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models.install import Hooks
 from mmaccel.models.prompt_layout import PIXELS, by_name
-from mmaccel.models.vision import METHODS
+from mmaccel.models.modules import METHODS
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated

@@ -19,7 +19,7 @@ from mmaccel.core.adapter import home_of
 from mmaccel.core.attention import ForwardPass
 from mmaccel.core.kv import CacheSlot, StreamState
 from mmaccel.core.replay import Replays, Work
-from mmaccel.models.pointwise import normed
+from mmaccel.models.modules import normed
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""

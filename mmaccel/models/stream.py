@@ -30,10 +30,9 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.stream_adapter import Clip, StreamAdapter
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.install import Hooks, gate_of
-from mmaccel.models.pointwise import in_chunks, rotate_by
+from mmaccel.models.modules import in_batches, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.step import StreamSteps
-from mmaccel.models.vision import in_batches
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""

@@ -358,7 +358,7 @@ def test_two_seconds_of_attaching_beside_two_threads_that_generate(family: tuple
 def test_threads_that_want_a_change_for_a_while_leave_nothing(family: tuple[str, Any]) -> None:
     """A draft's model is read by many threads, each of which lets its tower see a prompt in parts."""
     from mmaccel.core.attach import adapter_for
-    from mmaccel.models.vision import in_parts
+    from mmaccel.models.modules import in_parts
 
     _, model = family
     before, adapter = picture(model), adapter_for(model)

@@ -114,7 +114,7 @@ def test_its_streams_answer_the_same(theirs: tuple[Any, Processor], kv: str) -> 
 
 
 def test_its_facts_are_those_of_its_class(theirs: tuple[Any, Processor], tmp_path: Any) -> None:
-    from mmaccel.models.pointwise import is_norm
+    from mmaccel.models.modules import is_norm
     from mmaccel.models.step import known
 
     model, processor = theirs

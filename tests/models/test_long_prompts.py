@@ -8,7 +8,7 @@ import torch
 import mmaccel
 from mmaccel.backends import reference
 from mmaccel.core.attach import adapter_for
-from mmaccel.models import pointwise
+from mmaccel.models import modules
 from mmaccel.models.install import Hooks
 from tests.backends.test_memory import Largest
 from tests.models.tiny_random import BUILD, prompt
@@ -40,7 +40,7 @@ def test_nothing_is_larger_than_the_hidden_states(
     hidden = N * 64
     seen = {}
     for rows in (1 << 15, 256):
-        monkeypatch.setattr(pointwise, "ROWS", rows)
+        monkeypatch.setattr(modules, "ROWS", rows)
         with torch.no_grad(), mmaccel.accelerate(model, sparse=SPARSE[sparse]) as fast, Largest() as largest:
             out = model(**inputs, logits_to_keep=1)
             assert fast.report().kept < 0.6
@@ -56,9 +56,9 @@ def test_pieces_of_a_batch_and_with_gradients(
     norm = model.model.language_model.norm
     hidden = torch.randn(3, 100, 64, generator=torch.Generator().manual_seed(0))
     whole = norm(hidden)
-    monkeypatch.setattr(pointwise, "ROWS", 33)
+    monkeypatch.setattr(modules, "ROWS", 33)
     hooks = Hooks()
-    pointwise.in_chunks(hooks, [norm], adapter_for(model))  # type: ignore[arg-type]
+    modules.in_chunks(hooks, [norm], adapter_for(model))  # type: ignore[arg-type]
     with torch.no_grad():
         torch.testing.assert_close(norm(hidden), whole, rtol=0, atol=1e-6)
     norm(hidden.requires_grad_()).sum().backward()

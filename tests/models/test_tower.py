@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.backends.ops import pointwise
-from mmaccel.models import vision
+from mmaccel.models import modules
 from tests.models.test_vision_windows import pixels_of
 from tests.models.tiny_random import prompt, qwen
 
@@ -51,7 +51,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]
         seen.append(tuple(weight.shape))
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(vision, "linear", counted)
+    monkeypatch.setattr(modules, "linear", counted)
     yield seen
 
 
@@ -130,14 +130,14 @@ def test_the_model_s_weights_are_its_own(model: Any, fused: None, tmp_path: Path
 @torch.no_grad()
 def test_the_copies_go_with_the_recipe(model: Any, fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
-    weights = vision.Filled.weights
+    weights = modules.Filled.weights
 
     def noted(self: Any, hidden: Tensor) -> Any:
         found = weights(self, hidden)
         held.extend(weakref.ref(one) for one in found[:3])
         return found
 
-    monkeypatch.setattr(vision.Filled, "weights", noted)
+    monkeypatch.setattr(modules.Filled, "weights", noted)
     fast = mmaccel.accelerate(model, "dense")
     encoded(model)
     assert len(held) == 6 and all(one() is not None for one in held)

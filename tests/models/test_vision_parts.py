@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.recipe import Recipe
-from mmaccel.models import vision
+from mmaccel.models import modules
 from mmaccel.models.runner import HFRunner
 from mmaccel_lab.eval.encoded import Encoded
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VE, VID, VS, batch, prompt
@@ -105,7 +105,7 @@ def test_calls_are_bounded_and_features_the_same(
         whole = sum(seen)
         features = [entry.clone() for entry in _features(model, inputs)]
         del seen[:]
-        monkeypatch.setattr(vision, "PATCHES", most)
+        monkeypatch.setattr(modules, "PATCHES", most)
         with mmaccel.accelerate(model) as fast:
             got = fast(**inputs).logits
             assert sum(seen) == whole
@@ -139,7 +139,7 @@ def test_in_bfloat16_parts_are_as_near_to_float32_as_one_call(
         want = torch.stack(_features(exact, inputs))
         told = {n: x.bfloat16() if x.is_floating_point() else x for n, x in inputs.items()}
         one = (torch.stack(_features(low, told)) - want).norm()
-        monkeypatch.setattr(vision, "PATCHES", 70)
+        monkeypatch.setattr(modules, "PATCHES", 70)
         with mmaccel.accelerate(low):
             parts = (torch.stack(_features(low, told)) - want).norm()
     assert 0 < parts <= 1.02 * one
@@ -148,7 +148,7 @@ def test_in_bfloat16_parts_are_as_near_to_float32_as_one_call(
 @pytest.mark.parametrize("family", list(BUILD))
 def test_no_trace_and_one_call_where_it_is_asked_for(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
-    monkeypatch.setattr(vision, "PATCHES", 64)
+    monkeypatch.setattr(modules, "PATCHES", 64)
     grid = {n: inputs[n] for n in ("video_grid_thw",) if n in inputs}
     pixels = inputs["pixel_values_videos"]
     with mmaccel.accelerate(model), calls(model) as seen:
@@ -173,7 +173,7 @@ def test_what_listens_to_the_tower_hears_the_same(family: str, monkeypatch: pyte
     model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
     told = []
     for most in (1 << 12, 70):
-        monkeypatch.setattr(vision, "PATCHES", most)
+        monkeypatch.setattr(modules, "PATCHES", most)
         with mmaccel.accelerate(model, prune={"name": "visionzip", "retention": 0.4}) as fast:
             out = fast.generate(
                 **inputs, max_new_tokens=3, do_sample=False, output_scores=True, return_dict_in_generate=True
@@ -190,9 +190,9 @@ def test_a_draft_s_prompt_is_seen_in_parts_too(family: str, monkeypatch: pytest.
     fam = mmaccel.core.attach.adapter_for(model)
     length = inputs["input_ids"].shape[1]
     for keep in (None, torch.arange(0, length, 2)):
-        monkeypatch.setattr(vision, "PATCHES", 1 << 12)
+        monkeypatch.setattr(modules, "PATCHES", 1 << 12)
         want = HFRunner.open(model, fam, None).prefill(inputs, keep=keep)
-        monkeypatch.setattr(vision, "PATCHES", 64)
+        monkeypatch.setattr(modules, "PATCHES", 64)
         with calls(model) as seen:
             got = HFRunner.open(model, fam, None).prefill(inputs, keep=keep)
         assert max(seen) <= 64 and len(seen) >= 10
@@ -203,7 +203,7 @@ def test_a_draft_s_prompt_is_seen_in_parts_too(family: str, monkeypatch: pytest.
 @pytest.mark.parametrize("family", list(BUILD))
 def test_what_recipes_share_is_encoded_once_in_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
-    monkeypatch.setattr(vision, "PATCHES", 64)
+    monkeypatch.setattr(modules, "PATCHES", 64)
     encoded = Encoded()
     with torch.no_grad(), calls(model) as seen:
         for recipe in (Recipe(), Recipe.load("a_shape-short"), Recipe.load({"prune": "visionzip"})):
@@ -217,7 +217,7 @@ def test_what_recipes_share_is_encoded_once_in_parts(family: str, monkeypatch: p
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_it_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = BUILD["llava"](), prompt("llava", PROMPTS["long"])
-    monkeypatch.setattr(vision, "PATCHES", 160)
+    monkeypatch.setattr(modules, "PATCHES", 160)
     torch._dynamo.reset()
     try:
         with torch.no_grad(), mmaccel.accelerate(model, Recipe()), calls(model) as seen:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import mmaccel
-from mmaccel.models import vision
-from mmaccel.models.vision import WINDOWS, Batches, in_batches
+from mmaccel.models import modules
+from mmaccel.models.modules import WINDOWS, Batches, in_batches
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
@@ -129,7 +129,7 @@ def test_lengths_are_read_once_a_call_for_all_layers(monkeypatch: pytest.MonkeyP
             tower(pixels, grid_thw=grid)
             # 5 steps of 3 x 4 windows; 5 steps.
             assert read == [61, 6] * turn
-    assert not len(vision._KNOWN)
+    assert not len(modules._KNOWN)
 
 
 def test_batches_are_by_length_and_rows_come_back() -> None:
@@ -155,7 +155,7 @@ def test_an_accelerated_model_reads_images_and_videos_so_and_is_restored(calls: 
         assert tower.config._attn_implementation == WINDOWS and tower.config is not before
         torch.testing.assert_close(fast(**inputs).logits, want, rtol=0, atol=1e-5)
         assert len(calls) < apart / 3
-        with mmaccel.models.vision.in_parts(mmaccel.core.attach.adapter_for(model), model):
+        with mmaccel.models.modules.in_parts(mmaccel.core.attach.adapter_for(model), model):
             pass
         assert tower.config._attn_implementation == WINDOWS
     assert before._attn_implementation == "sdpa"
@@ -224,7 +224,7 @@ def test_called_for_each_window_it_is_sdpa(calls: list[Any]) -> None:
     model = qwen()
     layer = model.model.visual.blocks[0].attn
     query, key, value = torch.randn(3, 1, 2, 12, 16).unbind()
-    got, _ = vision.attention(layer, query, key, value, None, scaling=0.25, dropout=0.0, is_causal=False)
+    got, _ = modules.attention(layer, query, key, value, None, scaling=0.25, dropout=0.0, is_causal=False)
     want = ((query @ key.mT) * 0.25).softmax(-1) @ value
     torch.testing.assert_close(got, want.transpose(1, 2), rtol=0, atol=1e-5)
     assert calls == [(1, 2, 12, 16)]

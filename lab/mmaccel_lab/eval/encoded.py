@@ -13,7 +13,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.install import Hooks
 from mmaccel.models.signals import VisionProbe
-from mmaccel.models.vision import by_parts
+from mmaccel.models.modules import by_parts
 
 GRID = "video_grid_thw"
 

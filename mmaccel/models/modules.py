@@ -1,11 +1,13 @@
-"""The vision tower of a model, while a recipe is attached or a session runs it: in parts, by windows, in fewer kernels.
+"""How a model's own modules run while a recipe is attached or a session runs them: in parts, by windows, in fewer kernels.
 
-In parts: a long video needs no room for what the tower holds of all its frames (of a million tokens Qwen2.5-VL's holds 10
-GB for each value of its width, LLaVA-OneVision's projector 28 GB before it pools). Frames do not look at each other there:
-what is cut between two steps of time is computed alike, up to rounding where rows of another number go through another
-kernel (in float32 to 1e-5, in bfloat16 as near to float32 as one call comes). Not cut are a step of time and an image with
-its tiles; nor a call that asks for gradients, states, attention or a tuple, or that brings lengths and places of all
-patches with it. What is cut gives `pooler_output` alone, which is all that a model takes of it.
+In parts: what acts on each row alone takes some rows at a time, so that a long prompt needs no room for what it holds. A
+feed-forward block of a 7B model holds 38 GB for each of three products at a million tokens; on 32 768 rows at a time it holds
+1.2, and the matrices are as full as the device wants them. The vision tower takes some frames at a time (of a million tokens
+Qwen2.5-VL's holds 10 GB for each value of its width, LLaVA-OneVision's projector 28 GB before it pools). Frames do not look
+at each other there: what is cut between two steps of time is computed alike, up to rounding where rows of another number go
+through another kernel (in float32 to 1e-5, in bfloat16 as near to float32 as one call comes). Not cut are a step of time and
+an image with its tiles; nor a call that asks for gradients, states, attention or a tuple, or that brings lengths and places of
+all patches with it. What is cut gives `pooler_output` alone, which is all that a model takes of it.
 
 By windows: Qwen2.5-VL's tower has a window for each 64 patches in most of its layers, and one for each step of time in the
 others. Under `sdpa` transformers splits at `cu_seqlens`, in every layer anew, and attends to one window after the other, so
@@ -14,21 +16,26 @@ relied on: an attention function with "flash" in its name is given all rows at o
 (`is_flash_attention_requested`, in transformers 5.17 to 5.23). Where it is not, it is called for each window, and is
 `sdpa`. A tower that was given another attention than `sdpa` keeps it.
 
-In fewer kernels: norms, gates and rotations take one each. Qwen2.5-VL's feed-forward blocks have an inner size of 3,420 at
-most published sizes. In 16 bits its rows begin at multiples of 8 bytes, and Hopper's matrix units copy rows that begin at
-multiples of 16: cuBLAS takes kernels of the generation before. Filled up with zeros to 3,424 the products are those of the
-same numbers. The filled-up weights are copies that are made when the tower first runs, and that go when the tower is as it
-was before; the model's own weights are never touched, so that what is saved, moved or trained meanwhile is the model's.
+In fewer kernels: norms, gates and rotations take one each; what a decoder layer does beside its products moves memory, and of
+38 ms at 131 072 tokens on an H200 all but 10 are steps that one kernel takes together. The feed-forward blocks of Qwen2.5-VL's
+tower have an inner size of 3,420 at most published sizes. In 16 bits its rows begin at multiples of 8 bytes, and Hopper's
+matrix units copy rows that begin at multiples of 16: cuBLAS takes kernels of the generation before. Filled up with zeros to
+3,424 the products are those of the same numbers. The filled-up weights are copies that are made when the tower first runs, and
+that go when the tower is as it was before; the model's own weights are never touched, so that what is saved, moved or trained
+meanwhile is the model's.
+
+`family` is the `Family` of a model here, and `whole` what a method was before it was wrapped.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -40,25 +47,142 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mmaccel.backends.ops import pointwise
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.install import Hooks, shared_hooks
-from mmaccel.models.pointwise import gated, is_gated, is_norm, normed_or, rotate_by
 from mmaccel.models.prompt_layout import by_name
+
+ROWS = 1 << 15
+"""Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
 
 PATCHES = 1 << 14
 """Patches of a call, unless one step of time or one image has more. At the published shapes a patch of Qwen2.5-VL holds some
 44 kB where queries and keys are turned in float32, and one of LLaVA-OneVision some 87 kB in releases of transformers that
 keep the states of all layers: 0.7 and 1.4 GB. Of fewer a host launches the layers more slowly than an H200 computes them."""
 
+ALIGNED = 16
+"""Bytes: a row that begins at a multiple of these is copied by Hopper's matrix units themselves."""
+
 METHODS = {IMAGE: "get_image_features", VIDEO: "get_video_features"}
 
 WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "position_ids", "window_index")
 """What a caller may have computed of all patches; with or without the modality in front."""
 
+WINDOWS = "mmaccel_flash_windows"
+"""The name of `attention` among transformers' attention functions."""
 
-@contextmanager
-def in_parts(family: Any, model: nn.Module) -> Iterator[None]:
+_FUSED: WeakSet[nn.Module] = WeakSet()
+"""Towers with fewer kernels by now."""
+
+_KNOWN: Any = WeakTensorKeyDictionary()
+"""The batches of lengths seen: all layers of a call of the tower are given the same tensor, which goes with the call."""
+
+
+def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
+    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows."""
+    for module in modules:
+        if is_gated(module, family):
+            hooks.wrap(module, "forward", gated, module)
+        hooks.wrap(module, "forward", _by_rows)
+        if is_norm(module, family):
+            hooks.wrap(module, "forward", normed_or, module)
+
+
+def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    batch, n = hidden.shape[:2]
+    # Where gradients are wanted, all that the pieces hold is kept anyway.
+    if args or kwargs or batch * n <= ROWS or _wants_gradients(hidden):
+        return whole(hidden, *args, **kwargs)
+    rows, out = ROWS // batch, None
+    for begin in range(0, n, rows):
+        piece = whole(hidden[:, begin : begin + rows])
+        if out is None:
+            out = piece.new_empty(batch, n, *piece.shape[2:])
+        out[:, begin : begin + rows] = piece
+    return out
+
+
+def rotate_by(
+    hooks: Hooks, modules: Iterable[nn.Module], name: str, turned: Callable[..., Any] | None = None
+) -> None:
+    """Let attention `modules` rotate queries and keys in place, or by `turned`, which is given their own function and what
+    that is given. `name`: what they call their own function.
+
+    Their forward is the same code, in which one name means another function: what is theirs is not touched.
+    """
+    for module in modules:
+        known: Any = getattr(module.forward, "__func__", None)
+        if name not in getattr(getattr(known, "__code__", None), "co_names", ()):
+            continue
+        names = {**known.__globals__, name: functools.partial(turned or _turned, known.__globals__[name])}
+        ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
+        ours.__kwdefaults__ = known.__kwdefaults__
+        # What is compiled around it goes by the names of the module, which ours has a copy of.
+        wrapper = functools.partial(torch.compiler.disable(ours), module)
+        hooks.put(module, "forward", functools.wraps(module.forward)(wrapper))
+
+
+def _turned(
+    whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    one = cos.shape == sin.shape and cos.dtype == sin.dtype == query.dtype == key.dtype
+    fits = one and cos.shape[1:] == query.shape[2:] and cos.shape[0] in (1, query.shape[0])
+    fits = fits and pointwise.fusible(query)
+    if args or kwargs or not fits or torch.is_grad_enabled():
+        return whole(query, key, cos, sin, *args, **kwargs)
+    pointwise.rotate_(query, cos, sin)
+    pointwise.rotate_(key, cos, sin)
+    return query, key
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [..., D] rotated by angles [..., D], the first half of its coordinates paired with the second."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def is_norm(module: nn.Module, family: Any) -> bool:
+    """Whether `module` is a norm by the root mean square, with a weight and no more."""
+    return type(module).__name__ in family.rms_norms
+
+
+def is_gated(module: nn.Module, family: Any) -> bool:
+    """Whether `module` is a feed-forward block of three products, gated by a SiLU."""
+    silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return silu and type(module).__name__ in family.gated_mlps
+
+
+def normed(module: Any, hidden: Tensor, family: Any) -> Tensor:
+    """What the norm `module` makes of `hidden`, by one kernel where there is one; for code that nobody compiles."""
+    return normed_or(module, module, hidden) if is_norm(module, family) else module(hidden)  # type: ignore[no-any-return]
+
+
+def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
+    """What the norm `module` makes of `hidden`, by one kernel where there is one; else by its own forward, `whole`."""
+    fits = module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)
+    if not fits or _wants_gradients(hidden, module.weight):
+        return whole(hidden)
+    return pointwise.rms_norm(hidden, module.weight, module.variance_epsilon)
+
+
+def gated(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
+    """What the gated block `module` makes of `hidden`, its gate by one kernel where there is one; else by its `whole`."""
+    if not pointwise.fusible(hidden) or torch.is_grad_enabled():
+        return whole(hidden)
+    gate = module.gate_proj(hidden)
+    pointwise.silu_times_(gate, module.up_proj(hidden))
+    return module.down_proj(gate)
+
+
+def _wants_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def in_parts(family: Any, model: nn.Module) -> AbstractContextManager[None]:
     """While inside, the model's tower runs as `by_parts` lets it."""
-    with shared_hooks(family.multimodal(model), "in_parts", lambda hooks: by_parts(hooks, family, model)):
-        yield
+    return shared_hooks(family.multimodal(model), "in_parts", lambda hooks: by_parts(hooks, family, model))
+
+
+def in_batches(family: Any, model: nn.Module) -> AbstractContextManager[None]:
+    """While inside, the windows of one length go through the model's vision tower in one call."""
+    return shared_hooks(family.multimodal(model), "in_batches", lambda hooks: by_length(hooks, family, model))
 
 
 def by_parts(hooks: Hooks, family: Any, model: nn.Module) -> None:
@@ -77,42 +201,32 @@ def by_parts(hooks: Hooks, family: Any, model: nn.Module) -> None:
 
 
 def _encode(
-    family: Any,
-    model: nn.Module,
-    kind: int,
-    joined: Callable[..., Any],
-    encode: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    family: Any, model: nn.Module, kind: int, joined: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    given, name = by_name(encode, args, kwargs), next(iter(inspect.signature(encode).parameters))
+    """What the tower's method gives: in parts where there are many patches and nothing but their features is asked for."""
+    given, name = by_name(whole, args, kwargs), next(iter(inspect.signature(whole).parameters))
     pixels = given.get(name)
     if not isinstance(pixels, Tensor) or family.patches(model, pixels) <= PATCHES:
-        return encode(*args, **kwargs)
+        return whole(*args, **kwargs)
     bare = {key.removeprefix("image_").removeprefix("video_") for key, x in given.items() if x is not None}
     states = given.get("output_hidden_states") or given.get("output_attentions")
     if states or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
-        return encode(*args, **kwargs)
+        return whole(*args, **kwargs)
     text = family.text(model)
     outside = [child for child in family.multimodal(model).children() if child is not text]
     if torch.is_grad_enabled() and any(p.requires_grad for child in outside for p in child.parameters()):
-        return encode(*args, **kwargs)
-    return joined(family, model, kind, encode, name, given)
+        return whole(*args, **kwargs)
+    return joined(family, model, kind, whole, name, given)
 
 
 def _joined(
-    family: Any,
-    model: nn.Module,
-    kind: int,
-    encode: Callable[..., Any],
-    pixels: str,
-    given: Mapping[str, Any],
+    family: Any, model: nn.Module, kind: int, whole: Callable[..., Any], pixels: str, given: Mapping[str, Any]
 ) -> Any:
-    """What `encode` gives of all, from what it gives of parts."""
+    """What `whole` gives of all that is `given`, from what it gives of parts of the argument `pixels`."""
     made: list[type] = []
 
     def features(part: Tensor, **changed: Any) -> Any:
-        out = encode(**{**given, pixels: part, **changed, "return_dict": True})
+        out = whole(**{**given, pixels: part, **changed, "return_dict": True})
         made.append(type(out))
         return out.pooler_output
 
@@ -121,8 +235,25 @@ def _joined(
     return made[0](pooler_output=joined)
 
 
-WINDOWS = "mmaccel_flash_windows"
-"""The name of `attention` among transformers' attention functions."""
+def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:
+    """Let the windows of one length go through the model's vision tower in one call.
+
+    A tower without windows, with an attention of the user's choice, or that does so already is left as it is.
+    """
+    tower: Any = family.windowed(model)
+    if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
+        return
+    _register()
+    # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
+    hooks.attention(tower.modules(), tower.config, WINDOWS)
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    # Here, not where it is written: what compiles is imported by that, when a model is there.
+    AttentionInterface.register(WINDOWS, torch.compiler.disable(attention))
 
 
 @dataclass(frozen=True)
@@ -152,10 +283,6 @@ class Batches:
         if torch.equal(order, torch.arange(len(order))):
             return cls(shapes)
         return cls(shapes, order.to(device), order.argsort().to(device))
-
-
-_KNOWN: Any = WeakTensorKeyDictionary()
-"""The batches of lengths seen: all layers of a call of the tower are given the same tensor, which goes with the call."""
 
 
 def attention(
@@ -192,41 +319,6 @@ def attention(
     return out[None], None
 
 
-@functools.cache
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    # Here, not where it is written: what compiles is imported by that, when a model is there.
-    AttentionInterface.register(WINDOWS, torch.compiler.disable(attention))
-
-
-def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:
-    """Let the windows of one length go through the model's vision tower in one call.
-
-    A tower without windows, with an attention of the user's choice, or that does so already is left as it is.
-    """
-    tower: Any = family.windowed(model)
-    if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
-        return
-    _register()
-    # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
-    hooks.attention(tower.modules(), tower.config, WINDOWS)
-
-
-@contextmanager
-def in_batches(family: Any, model: nn.Module) -> Iterator[None]:
-    """While inside, the windows of one length go through the model's vision tower in one call."""
-    with shared_hooks(family.multimodal(model), "in_batches", lambda hooks: by_length(hooks, family, model)):
-        yield
-
-
-ALIGNED = 16
-"""Bytes: a row that begins at a multiple of these is copied by Hopper's matrix units themselves."""
-
-_FUSED: WeakSet[nn.Module] = WeakSet()
-"""Towers with fewer kernels by now."""
-
-
 def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:
     """Let the model's tower run in fewer kernels, where they exist; copies of weights go with `hooks`. Leaves a tower of a
     family without windows, or one that already runs so, as it is."""
@@ -240,11 +332,11 @@ def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:
         if is_norm(one, family):
             hooks.wrap(one, "forward", normed_or, one)
         elif is_gated(one, family):
-            hooks.wrap(one, "forward", _gated, Filled(one))
-    rotate_by(hooks, modules, family.vision_rotate_function, _turned)
+            hooks.wrap(one, "forward", _filled, Filled(one))
+    rotate_by(hooks, modules, family.vision_rotate_function, _turned_rows)
 
 
-def _gated(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
+def _filled(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """[..., E]: the output of the feed-forward block for `hidden` [..., E]."""
     fits = pointwise.fusible(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     weights = filled.weights(hidden) if fits else None
@@ -296,14 +388,11 @@ def _is_plain(part: Any) -> bool:
     return type(part) is nn.Linear and type(part.weight) is nn.Parameter and not hooked
 
 
-def _turned(
-    whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+def _turned_rows(whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """Queries and keys [rows, H, D] turned in place by angles [rows, D], in float32 as the tower does."""
     fits = cos.dtype == sin.dtype == torch.float32 and query.dtype == key.dtype and cos.shape == sin.shape
     if not fits or not pointwise.fusible(query) or torch.is_grad_enabled():
-        turned: tuple[Tensor, Tensor] = whole(query, key, cos, sin)
-        return turned
+        return whole(query, key, cos, sin)
     for one in (query, key):
         pointwise.rotate_(one.transpose(0, 1)[None], cos[None], sin[None])
     return query, key

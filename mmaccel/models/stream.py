@@ -28,11 +28,11 @@ from mmaccel.core.kv import StreamState
 from mmaccel.core.positions import PositionIds
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.stream_adapter import Clip, StreamAdapter
+from mmaccel.models import step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.modules import in_batches, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
-from mmaccel.models.step import StreamSteps
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -66,11 +66,15 @@ class HFStreamAdapter(StreamAdapter):
         self.pace = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
         self._attention = AttentionConfig(Recipe(), "auto", kernel_for(self.device, self.dtype))
-        self._few = StreamSteps(model, family)
         self.text: Any = family.text(model)
         self._gate = gate_of(self.text)
         self._split: tuple[Tensor, list[int]] | None = None
         self._units: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
+
+    @functools.cached_property
+    def _few(self) -> step.StreamSteps:
+        """The captured steps of questions, made where one is asked on a device that captures."""
+        return step.StreamSteps(self.model, self.family)
 
     # Pixels.
 
@@ -231,9 +235,10 @@ class HFStreamAdapter(StreamAdapter):
     ) -> Tensor:
         depth = self.view.geometry.layers
         run = ForwardPass(self._attention, state, prefill=False, stream=True, check=check)
-        if few and self._few.serves(embeds):
+        steps = self._few if few and embeds.device.type in step.DEVICES else None
+        if steps is not None and steps.serves(embeds):
             with self._busy():
-                return self._few.run(run, embeds, hidden)
+                return steps.run(run, embeds, hidden)
         cache = KVCache(state, depth)
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:

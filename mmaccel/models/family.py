@@ -1,7 +1,6 @@
 """The facts of a model family, and what follows from them for models of Hugging Face built like Qwen2.
 
-Importing this file does not import transformers; what else of this room a family needs is imported when it is asked for.
-Files that are imported so take a family as `Any`: they are below this one.
+Importing this file does not import transformers. What it imports inside methods is below it, and takes a family as `Any`.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ SAMPLED = 1024
 """Elements that the digest of the weights reads of each projection, evenly spaced."""
 Inputs = Mapping[str, Any]
 """Keyword arguments that a user gives a model: ids, mask, pixels, grids."""
+Features = Callable[..., Any]
+"""Of a part of the pixels, and of arguments that are others for it, its visual features."""
 
 
 class Family(ModelFamily):
@@ -107,8 +108,7 @@ class Family(ModelFamily):
         whole = self.whole_geometry(model)
         if isinstance(model, ConfigOnlyModel):
             return whole
-        attention: Any = getattr(self.layers(model)[0], "self_attn", None)
-        size = whole.head_dim
+        attention, size = getattr(self.layers(model)[0], "self_attn", None), whole.head_dim
         heads, groups = _rows_of(attention, "q_proj"), _rows_of(attention, "k_proj")
         if not heads or not groups or heads % size or groups % size:
             return whole
@@ -299,7 +299,7 @@ class Family(ModelFamily):
         raise self._lacks("how many patches its vision tower sees")
 
     def encoded(
-        self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Callable[..., Any]
+        self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
         """The visual features of `pixels`, images (IMAGE) or videos (VIDEO), as the model's own method gives them.
 
@@ -354,8 +354,7 @@ class Causal(Family):
     def multimodal(self, model: nn.Module) -> nn.Module:
         return model.base_model  # type: ignore[return-value]
 
-    def text(self, model: nn.Module) -> nn.Module:
-        return model.base_model  # type: ignore[return-value]
+    text = multimodal
 
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
         return TokenLayout.text(*inputs["input_ids"].shape)

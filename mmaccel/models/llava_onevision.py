@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
-from mmaccel.models.family import Family
+from mmaccel.models.family import Family, Features, Inputs
 from mmaccel.models.prompt_layout import PIXELS, Grid, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received
 
@@ -87,14 +87,14 @@ class Tower(VisionTower):
         score = received(query, key, query.shape[-1] ** -0.5)
         return torch.cat([score[..., None], key.float().mean(1)], -1)
 
-    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
         if kind == IMAGE:
             return self._packed(torch.cat(caught), given)
         pooled = self.multimodal.apply_pooling(torch.cat(caught))
         videos = pooled.reshape(pixels.shape[0], -1, pooled.shape[-1])
         return torch.cat([videos, torch.zeros_like(videos[:, :1])], 1).flatten(0, 1)
 
-    def _packed(self, told: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def _packed(self, told: Tensor, given: Inputs) -> Tensor:
         from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
         config, sizes, groups = self.multimodal.config, given["image_sizes"], given.get("batch_num_images")
@@ -141,7 +141,7 @@ class LlavaOnevision(Family):
     gated_mlps = frozenset({"Qwen2MLP"})
     plain_rotary = frozenset({"Qwen2RotaryEmbedding"})
 
-    def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
+    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
         config: Any = model.config
         side = _side(model)
         pooled = math.ceil(side / 2)
@@ -163,7 +163,7 @@ class LlavaOnevision(Family):
         return images, videos
 
     def _tiles(
-        self, config: Any, side: int, inputs: Mapping[str, Any], number: int, marks: int
+        self, config: Any, side: int, inputs: Inputs, number: int, marks: int
     ) -> tuple[int, int] | None:
         """Rows and columns of what the finer tiles of image `number` make together, `marks` tokens with the rows' ends; None
         where it has none, or where its size is not told."""
@@ -185,7 +185,7 @@ class LlavaOnevision(Family):
             rows, columns = int(rows // ratio), int(columns // ratio)
         return (rows, columns) if rows * (columns + 1) == marks else None
 
-    def frames(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
         rows = super().frames(model, inputs)
         videos, count = inputs["pixel_values_videos"].shape[:2]
         if len(rows) > videos * count * math.ceil(_side(model) / 2) ** 2:
@@ -201,13 +201,7 @@ class LlavaOnevision(Family):
         return math.prod(pixels.shape[:-3]) * (height // patch) * (width // patch)
 
     def encoded(
-        self,
-        model: nn.Module,
-        kind: int,
-        pixels: Tensor,
-        given: Mapping[str, Any],
-        most: int,
-        features: Callable[..., Any],
+        self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
         if pixels.ndim != 5:  # all tiles of all images in a row: their own method knows whose each is
             return features(pixels)
@@ -232,7 +226,7 @@ class LlavaOnevision(Family):
                 some[:, each * unit :] = rows[:, length:]
         return whole
 
-    def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
+    def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         names = (
             ("pixel_values", "image_sizes")
             if kind == IMAGE
@@ -252,7 +246,7 @@ def _side(model: nn.Module) -> int:
     return int(vision.image_size // vision.patch_size)
 
 
-def _images(given: Mapping[str, Any], count: int, most: int) -> Iterator[dict[str, Any]]:
+def _images(given: Inputs, count: int, most: int) -> Iterator[dict[str, Any]]:
     """`count` images, in order, as parts of at most `most`: `at` where they stand, and what tells of these alone. An image
     of a prompt with several comes without tiles, and not in a part with one that has some."""
     numbers = given.get("batch_num_images")

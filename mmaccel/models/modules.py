@@ -1,13 +1,13 @@
 """How a model's own modules run while a recipe is attached or a session runs them: in parts, by windows, in fewer kernels.
 
-In parts: what acts on each row alone takes some rows at a time, so that a long prompt needs no room for what it holds. A
-feed-forward block of a 7B model holds 38 GB for each of three products at a million tokens; on 32 768 rows at a time it holds
+In parts: what acts on each row alone takes some rows at a time, so that a long prompt needs no room for what it holds. At a
+million tokens a feed-forward block of a 7B model holds 38 GB for each of three products; on 32 768 rows at a time it holds
 1.2, and the matrices are as full as the device wants them. The vision tower takes some frames at a time (of a million tokens
 Qwen2.5-VL's holds 10 GB for each value of its width, LLaVA-OneVision's projector 28 GB before it pools). Frames do not look
 at each other there: what is cut between two steps of time is computed alike, up to rounding where rows of another number go
 through another kernel (in float32 to 1e-5, in bfloat16 as near to float32 as one call comes). Not cut are a step of time and
-an image with its tiles; nor a call that asks for gradients, states, attention or a tuple, or that brings lengths and places of
-all patches with it. What is cut gives `pooler_output` alone, which is all that a model takes of it.
+an image with its tiles; nor a call that asks for gradients, states, attention or a tuple, or that brings lengths and places
+of all patches with it. What is cut gives `pooler_output` alone, which is all that a model takes of it.
 
 By windows: Qwen2.5-VL's tower has a window for each 64 patches in most of its layers, and one for each step of time in the
 others. Under `sdpa` transformers splits at `cu_seqlens`, in every layer anew, and attends to one window after the other, so
@@ -16,13 +16,12 @@ relied on: an attention function with "flash" in its name is given all rows at o
 (`is_flash_attention_requested`, in transformers 5.17 to 5.23). Where it is not, it is called for each window, and is
 `sdpa`. A tower that was given another attention than `sdpa` keeps it.
 
-In fewer kernels: norms, gates and rotations take one each; what a decoder layer does beside its products moves memory, and of
-38 ms at 131 072 tokens on an H200 all but 10 are steps that one kernel takes together. The feed-forward blocks of Qwen2.5-VL's
-tower have an inner size of 3,420 at most published sizes. In 16 bits its rows begin at multiples of 8 bytes, and Hopper's
-matrix units copy rows that begin at multiples of 16: cuBLAS takes kernels of the generation before. Filled up with zeros to
-3,424 the products are those of the same numbers. The filled-up weights are copies that are made when the tower first runs, and
-that go when the tower is as it was before; the model's own weights are never touched, so that what is saved, moved or trained
-meanwhile is the model's.
+In fewer kernels: norms, gates and rotations take one each, as they move memory: of a decoder layer's 38 ms at 131 072 tokens
+on an H200 all but 10 are steps that one kernel takes together. The feed-forward blocks of Qwen2.5-VL's tower have an inner
+size of 3,420 at most published sizes. In 16 bits its rows begin at multiples of 8 bytes, and Hopper's matrix units copy rows
+that begin at multiples of 16: cuBLAS takes kernels of the generation before. Filled up with zeros to 3,424 the products are
+those of the same numbers. The filled-up weights are copies, made when the tower first runs, that go when the tower is as it
+was before; the model's own weights are never touched, so that what is saved, moved or trained meanwhile is the model's.
 
 `family` is the `Family` of a model here, and `whole` what a method was before it was wrapped.
 """
@@ -201,7 +200,7 @@ def by_parts(hooks: Hooks, family: Any, model: nn.Module) -> None:
 
 
 def _encode(
-    family: Any, model: nn.Module, kind: int, joined: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any
+    family: Any, model: nn.Module, kind: int, joined: Any, whole: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """What the tower's method gives: in parts where there are many patches and nothing but their features is asked for."""
     given, name = by_name(whole, args, kwargs), next(iter(inspect.signature(whole).parameters))

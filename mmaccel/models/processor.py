@@ -63,7 +63,10 @@ class Processor:
             .updated(_cuts_of(vision))
             .updated(video if video is not None else image or {})
         )
-        self.extra = {**_extra_of(config, vision), **{k: v for k, v in (extra or {}).items() if v is not None}}
+        self.extra = {
+            **_extra_of(config, vision),
+            **{k: v for k, v in (extra or {}).items() if v is not None},
+        }
         self.special_tokens = special_tokens
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self.image_token, self.image_token_id = self._token("image", config)

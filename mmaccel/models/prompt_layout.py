@@ -1,5 +1,4 @@
-"""What a prompt is: the arguments of a call by name, how a processor makes its inputs, and what each of its tokens is (frames,
-cells and marks of visuals, words of the question).
+"""What a prompt is: the arguments of a call by name, how a processor makes its inputs, and what each of its tokens is.
 
 The question is the words of a message with images or videos, without the chat's markup. It is found in token ids alone.
 Known are the tokens that end a message (the model ends its answers with them) and those around images and videos. A message

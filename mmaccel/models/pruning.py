@@ -55,9 +55,7 @@ class Entering:
 class Pruning:
     """The pruner of one accelerated model."""
 
-    def __init__(
-        self, hooks: Hooks, model: nn.Module, family: Any, pruner: TokenPruner, depth: int
-    ) -> None:
+    def __init__(self, hooks: Hooks, model: nn.Module, family: Any, pruner: TokenPruner, depth: int) -> None:
         self.pruner, self.family, self.model = pruner, family, model
         self.stages = {stage.layer: stage for stage in pruner.stages(depth)}
         reads_vision = pruner.needs & {"vision_attention", "vision_key"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.positions import Pace
 from mmaccel.core.registry import register
-from mmaccel.models.family import Family
+from mmaccel.models.family import Family, Features, Inputs
 from mmaccel.models.modules import rotated
 from mmaccel.models.prompt_layout import PIXELS, Grid, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received
@@ -84,7 +84,7 @@ class Tower(VisionTower):
             looks.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
         return torch.cat(looks)
 
-    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
         grid = given[_GRIDS[kind]]
         merged = torch.cat(caught).unflatten(0, (-1, self.visual.spatial_merge_size**2)).mean(1)
         return merged[torch.argsort(self._order(grid))]
@@ -119,16 +119,16 @@ class Qwen25VL(Family):
     rms_norms = frozenset({"Qwen2_5_VLRMSNorm", "Qwen2RMSNorm"})
     gated_mlps = frozenset({"Qwen2MLP", "Qwen2_5_VLMLP"})
 
-    def shown(self, inputs: Mapping[str, Any]) -> set[int]:
+    def shown(self, inputs: Inputs) -> set[int]:
         # Features that come encoded and without their grid have no frames that anyone knows of.
         return {kind for kind in super().shown(inputs) if inputs.get(_GRIDS[kind]) is not None}
 
-    def frame_size(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
+    def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
         patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
         height, width = inputs["video_grid_thw"][0, 1:].tolist()
         return height * patch, width * patch
 
-    def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
+    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
         merge = model.config.vision_config.spatial_merge_size  # type: ignore[union-attr]
 
         def read(name: str) -> list[Grid]:
@@ -137,7 +137,7 @@ class Qwen25VL(Family):
 
         return read("image_grid_thw"), read("video_grid_thw")
 
-    def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
+    def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         grid = inputs.get(_GRIDS[kind])
         if grid is None:
             return {}
@@ -153,13 +153,7 @@ class Qwen25VL(Family):
         return self.multimodal(model).visual  # type: ignore[return-value]
 
     def encoded(
-        self,
-        model: nn.Module,
-        kind: int,
-        pixels: Tensor,
-        given: Mapping[str, Any],
-        most: int,
-        features: Callable[..., Any],
+        self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
         name = _GRIDS[kind]
         grids: list[list[int]] = given[name].tolist()
@@ -178,7 +172,7 @@ class Qwen25VL(Family):
         assert whole is not None
         return whole.split([math.prod(grid) // merged for grid in grids])
 
-    def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    def positions(self, model: nn.Module, inputs: Inputs) -> Tensor:
         ids: Tensor = inputs["input_ids"]
         images, videos = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
         kinds = inputs.get("mm_token_type_ids")
@@ -198,7 +192,7 @@ class Qwen25VL(Family):
         )
         return positions  # type: ignore[no-any-return]
 
-    def steps(self, model: nn.Module, inputs: Mapping[str, Any], units: int) -> Tensor:
+    def steps(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
         # A video of one token a unit: the time of a unit does not depend on its size.
         config: Any = model.config
         merge = config.vision_config.spatial_merge_size
@@ -212,7 +206,7 @@ class Qwen25VL(Family):
         time = self.positions(model, skinny)[0, 0]
         return time - time[0]
 
-    def pace_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Pace | None:
+    def pace_of(self, model: nn.Module, inputs: Inputs) -> Pace | None:
         steps = inputs.get("second_per_grid_ts")
         seconds = 1.0 if steps is None else float(steps[0])
         config: Any = model.config

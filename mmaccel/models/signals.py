@@ -19,8 +19,8 @@ from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models.install import Hooks
-from mmaccel.models.prompt_layout import PIXELS, by_name
 from mmaccel.models.modules import METHODS
+from mmaccel.models.prompt_layout import PIXELS, by_name
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.install import Hooks
-from mmaccel.models.signals import VisionProbe
 from mmaccel.models.modules import by_parts
+from mmaccel.models.signals import VisionProbe
 
 GRID = "video_grid_thw"
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import torch
 from typer import Option
 
-from mmaccel.backends import architectures, select
+from mmaccel.backends import select
 from mmaccel.backends.cost import Store
+from mmaccel.backends.ops import operator as operators
 from mmaccel.cli.console import print_json, say
 from mmaccel.models import shipped
 
@@ -32,7 +33,7 @@ DRIVERS = {"/proc/driver/nvidia/version": r"\s(\d+\.[\d.]+)\s", "/sys/module/amd
 """Where a kernel driver says its version, and what of that file it is."""
 
 DENSE = {"flash_4": "flash-attn-4", "flash_3": "flash-attn-3", "flash_2": "flash-attn"}
-"""Dense kernels of `architectures.KERNELS` -> the distribution that brings them."""
+"""Dense kernels of `operators.KERNELS` -> the distribution that brings them."""
 
 
 def examine() -> dict[str, Any]:
@@ -58,8 +59,8 @@ def examine() -> dict[str, Any]:
     problems += [_line(one.message) for one in heard if "CUDA" in str(one.message)]
     problems += _unmet("mmaccel") + _unmet("torch")
     kernels = {}
-    for name, what in architectures.KERNELS.items():
-        kernels[what] = architectures.why_not(name, torch.device(device["type"]))
+    for name, what in operators.KERNELS.items():
+        kernels[what] = operators.why_not(name, torch.device(device["type"]))
         package = "flash-attn-4" if name == "flash" else DENSE.get(name, "triton")
         if kernels[what] is None and versions[package] is None and name != "captured":
             kernels[what] = f"{package} is not installed"
@@ -122,8 +123,8 @@ def _device(problems: list[str]) -> dict[str, Any]:
     try:
         if torch.cuda.is_available():
             device = torch.device("cuda")
-            here, row = torch.cuda.get_device_properties(device), architectures.of(device)
-            has = architectures.resources(device)
+            here, row = torch.cuda.get_device_properties(device), operators.row_of(device)
+            has = operators.resources(device)
             found |= {"type": "cuda", "name": here.name, "gpus": torch.cuda.device_count()}
             found["architecture"] = row.name
             found["tried"] = "run and timed" if row.run else "compiled for it, never run"

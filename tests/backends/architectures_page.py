@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mmaccel.backends.architectures import ARCHITECTURES, KERNELS, Architecture
+from mmaccel.backends.ops.operator import ARCHITECTURES, KERNELS, Architecture
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 

@@ -26,11 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from mmaccel.backends import architectures
-from mmaccel.backends.architectures import ARCHITECTURES, Architecture, Resources
-from mmaccel.backends.ops import operator
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.clusters import Late, Lists, Own
+from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
 from mmaccel.backends.triton import pointwise
 from mmaccel.backends.triton.decode import attention, qkv_rope_cache, skinny_gemm
 from mmaccel.backends.triton.prefill import attend, estimate, grid, hopper_launch, lists, split_k_schedule
@@ -66,11 +65,11 @@ def as_on(row: Architecture, memory: int = MEMORY) -> Iterator[None]:
     there = Resources(row.shared, row.resident, row.columns, PROCESSORS, memory)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", Elsewhere(row)))
-        stack.enter_context(mock.patch.object(architectures, "resources", lambda device: there))
+        stack.enter_context(mock.patch.object(operators, "resources", lambda device: there))
         stack.enter_context(
             mock.patch.object(hopper_launch, "_there", lambda device: "hopper" not in row.lacks)
         )
-        stack.enter_context(mock.patch.object(operator, "usable", lambda device: None))
+        stack.enter_context(mock.patch.object(operators, "usable", lambda device: None))
         yield
 
 

@@ -23,9 +23,9 @@ import torch
 import triton
 from torch import Tensor
 
-from mmaccel.backends import architectures
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_lists, lines, pointwise
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.decode import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
 from mmaccel.backends.ops.estimate import reduces
 from mmaccel.backends.triton.prefill import estimate, grid, lists
@@ -143,7 +143,7 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
         for target, some in held.items():
             stack.enter_context(mock.patch.multiple(target, **some))
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keys.take))
-        stack.enter_context(as_on(architectures.named(architecture)))
+        stack.enter_context(as_on(operators.row_named(architecture)))
         try:
             yield keys
         finally:

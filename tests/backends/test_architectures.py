@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import architectures, select, triton
-from mmaccel.backends.architectures import ARCHITECTURES, KERNELS
+from mmaccel.backends import select, triton
+from mmaccel.backends.ops import operator as operators
+from mmaccel.backends.ops.operator import ARCHITECTURES, KERNELS
 from mmaccel.core.errors import RecipeError
 from tests.house import FILES, PACKAGE
 
@@ -32,7 +33,7 @@ def compiled(*arguments: str) -> list[str]:
 def judge(row: dict[str, Any]) -> None:
     """It fits shared memory. On NVIDIA products run on the matrix units, and what is hot spills nothing to memory."""
     name, way, kernel = row["architecture"], row["way"], row["kernel"].split(".")[1]
-    assert row["shared"] <= architectures.named(name).shared, row
+    assert row["shared"] <= operators.row_named(name).shared, row
     product = kernel in (
         "attend_kernel",
         "piece_kernel",
@@ -107,7 +108,7 @@ def test_no_other_file_asks_what_a_device_is() -> None:
     found = {
         str(path.relative_to(PACKAGE)) for path in FILES if asked.search(path.read_text(encoding="utf-8"))
     }
-    assert found == {"backends/architectures.py", "cli/doctor.py"}
+    assert found == {"backends/ops/operator.py", "cli/doctor.py"}
 
 
 def test_a_row_names_what_it_lacks() -> None:
@@ -119,7 +120,7 @@ def test_a_row_names_what_it_lacks() -> None:
     ("name", "like"), [("sm_86", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120"), ("sm_130", "sm_120")]
 )
 def test_one_without_a_row_runs_what_the_one_before_runs(name: str, like: str) -> None:
-    found, row = architectures.named(name), architectures.named(like)
+    found, row = operators.row_named(name), operators.row_named(like)
     assert found.name == name and not found.run
     assert (found.lacks, found.shared, found.cudnn) == (row.lacks, row.shared, row.cudnn)
 
@@ -128,7 +129,7 @@ def test_one_without_a_row_runs_what_the_one_before_runs(name: str, like: str) -
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """What a device that is not here says of itself; of ROCm where it has a `gcnArchName`."""
     told = SimpleNamespace(multi_processor_count=60, total_memory=9 << 30)
-    cached = architectures.of, architectures.resources, triton.usable
+    cached = operators.row_of, operators.resources, triton.usable
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
     for function in cached:
@@ -160,7 +161,7 @@ def test_what_does_not_run_is_said_in_a_sentence(
             RecipeError, match=f"'triton' cannot run on cuda: {why}; choose 'auto' or one of .*'flex'"
         ):
             select.get("triton", CUDA)
-    flash = f"'flash' cannot run on cuda: {architectures.of(CUDA).lacks['flash']}; choose"
+    flash = f"'flash' cannot run on cuda: {operators.row_of(CUDA).lacks['flash']}; choose"
     with pytest.raises(RecipeError, match=flash):
         select.get("flash", CUDA)
 
@@ -169,13 +170,13 @@ def test_resources_are_the_device_s_own(device: SimpleNamespace, monkeypatch: py
     """The table has them where PyTorch does not tell them, as on ROCm."""
     device.gcnArchName = "gfx942"
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert architectures.resources(CUDA) == architectures.Resources(64 << 10, 64 << 10, 16, 60, 9 << 30)
-    architectures.resources.cache_clear()
+    assert operators.resources(CUDA) == operators.Resources(64 << 10, 64 << 10, 16, 60, 9 << 30)
+    operators.resources.cache_clear()
     device.shared_memory_per_block_optin, device.shared_memory_per_multiprocessor = 70, 80
-    assert architectures.resources(CUDA) == architectures.Resources(70, 80, 16, 60, 9 << 30)
+    assert operators.resources(CUDA) == operators.Resources(70, 80, 16, 60, 9 << 30)
 
 
 def test_stages_fit_shared_memory() -> None:
     """One stage is in registers; there is always one."""
-    here = architectures.Resources(shared=100, resident=0, columns=8, processors=1, memory=1)
+    here = operators.Resources(shared=100, resident=0, columns=8, processors=1, memory=1)
     assert [here.stages(4, each, 10) for each in (22, 30, 31, 45, 90, 91, 1000)] == [4, 4, 3, 3, 2, 1, 1]

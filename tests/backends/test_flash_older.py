@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import architectures, flash
+from mmaccel.backends import flash
 from mmaccel.backends.flash import dense as older
 from mmaccel.backends.ops import dense_attend as dense
+from mmaccel.backends.ops import operator as operators
 
 from .oracle import budget, masked
 
@@ -127,7 +128,7 @@ def test_which_serves_a_device(
 ) -> None:
     """On an architecture by name, with flash-attn 4 installed or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(architectures, "of", lambda device: architectures.named(name))
+    monkeypatch.setattr(operators, "row_of", lambda device: operators.row_named(name))
     monkeypatch.setattr(flash, "installed", lambda: four)
     for module in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -159,7 +160,7 @@ def test_the_real_one(
     release: int, size: int, start: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = older.installed(release) if torch.cuda.is_available() else None
-    if call is None or architectures.why_not(f"flash_{release}", torch.device("cuda")) is not None:
+    if call is None or operators.why_not(f"flash_{release}", torch.device("cuda")) is not None:
         pytest.skip(f"flash-attn {release} is not installed, or does not run on this device")
     monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(release, call, square=True))
     monkeypatch.setattr(dense, "FLASH_FROM", sys.maxsize)

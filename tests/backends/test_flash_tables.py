@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmaccel.backends import architectures, flash
+from mmaccel.backends import flash
 from mmaccel.backends.flash import attend, dense
 from mmaccel.backends.flash.tiles import Tiles, finer, rooms, tiled
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL, TEST
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.plan import BlockLists, KeySpan, Part
@@ -121,8 +122,8 @@ def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flash.usable(CUDA) == "no CUDA device is visible"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        row = architectures.named(name)
-        monkeypatch.setattr(architectures, "of", lambda device, row=row: row)
+        row = operators.row_named(name)
+        monkeypatch.setattr(operators, "row_of", lambda device, row=row: row)
         for there, needed in ((True, None), (False, "it needs flash-attn 4 (pip install flash-attn-4)")):
             monkeypatch.setattr(flash, "installed", lambda there=there: there)
             assert flash.usable(CUDA) == (row.lacks["flash"] if row.lacks else needed)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import architectures
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO
@@ -23,7 +23,7 @@ from .joint_plans import TABLES, joint_plan
 from .plans import random_plan
 from .triton_cases import block_attend, check, draw
 
-HOPPER = architectures.why_not("hopper", torch.device("cuda")) is None
+HOPPER = operators.why_not("hopper", torch.device("cuda")) is None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper device")]
 
 
@@ -54,9 +54,9 @@ def test_random_plans(blocks: tuple[int, int], size: int, lead: str, chunk: int 
 
 def on_processors(count: int, patch: pytest.MonkeyPatch) -> None:
     """Launches of this kernel, and of no other part, see a device of so many processors."""
-    here = replace(architectures.resources(torch.device("cuda")), processors=count)
-    seen = SimpleNamespace(resources=lambda device: here, why_not=architectures.why_not)
-    patch.setattr(hopper_launch, "architectures", seen)
+    here = replace(operators.resources(torch.device("cuda")), processors=count)
+    seen = SimpleNamespace(resources=lambda device: here, why_not=operators.why_not)
+    patch.setattr(hopper_launch, "operators", seen)
 
 
 @pytest.mark.parametrize("chunk", [None, 1])

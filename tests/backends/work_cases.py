@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmaccel.backends import architectures
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import split_k_schedule as working
 from mmaccel.backends.triton.prefill.lists import paired, unsure
@@ -145,8 +145,8 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pyte
     span = span_by_range(place, place, place, place, 0, 96, 16, 16)
     plan = AttentionPlan((Part(place, (span,)),), 16, 16, 1, 3, 96, 96).to(DEVICE)
     query, key, value = (t.to(DEVICE) for t in draw(plan, 1, 16, 0))
-    here = replace(architectures.INTERPRETED, shared=attend.PAIRS)
-    monkeypatch.setattr(architectures, "resources", lambda _: here)
+    here = replace(operators.INTERPRETED, shared=attend.PAIRS)
+    monkeypatch.setattr(operators, "resources", lambda _: here)
     attend.block_attend(query, key, value, *flat(plan.parts[0], plan), 0.25, 96, chunk=2)
     assert [name for name, _ in seen] == ["paired_kernel", "work_kernel", "merge_kernel"]
     assert all(devices == [query.device] for _, devices in seen), seen

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import architectures, flash, select, triton
-from mmaccel.backends.architectures import KERNELS
-from mmaccel.backends.ops import operator
+from mmaccel.backends import flash, select, triton
+from mmaccel.backends.ops import operator as operators
+from mmaccel.backends.ops.operator import KERNELS
 from tests import SOURCES
 
 Call = Callable[..., tuple[int, str, str]]
@@ -40,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """An L4, as far as PyTorch tells."""
     card = SimpleNamespace(name="NVIDIA L4", total_memory=22 << 30, multi_processor_count=58)
     card.shared_memory_per_block_optin, card.shared_memory_per_multiprocessor = 99 << 10, 100 << 10
-    cached = architectures.of, architectures.resources, triton.usable
+    cached = operators.row_of, operators.resources, triton.usable
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, value in {
         "is_available": lambda: True,
@@ -89,7 +89,7 @@ def test_with_a_gpu(
         name for name, why in select.usable("cuda").items() if why is None and name != "reference"
     }
     assert {"triton", "flex"} <= used and "triton comes before it" in found["backends"]["reference"]["why"]
-    row = architectures.named("sm_89")
+    row = operators.row_named("sm_89")
     assert found["backends"]["flash"] == {"auto": False, "why": row.lacks["flash"]}
     for name, what in KERNELS.items():
         assert found["kernels"][what] == row.lacks.get(name, found["kernels"][what])
@@ -99,7 +99,7 @@ def test_with_a_gpu(
         raise RuntimeError("CUDA driver error\nmore of it")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lost)
-    architectures.resources.cache_clear()
+    operators.resources.cache_clear()
     found = examined()
     assert found["device"]["type"] == "cpu" and found["backends"]["reference"]["auto"]
     assert "the GPU cannot be used: RuntimeError: CUDA driver error" in found["problems"]
@@ -119,7 +119,7 @@ def test_what_is_not_installed_is_said(
     monkeypatch.setattr(
         metadata, "requires", lambda name: ["triton>=3.6", "av<20", "nothing; extra == 'dev'"]
     )
-    monkeypatch.setattr(operator, "find_spec", lambda name: None)
+    monkeypatch.setattr(operators, "find_spec", lambda name: None)
     monkeypatch.setattr(flash, "installed", lambda: False)
     found = examined()
     assert found["versions"]["triton"] is None and found["lab"] is None

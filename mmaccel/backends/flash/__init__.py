@@ -6,14 +6,14 @@ from importlib.util import find_spec
 
 import torch
 
-from mmaccel.backends import architectures
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import define
 from mmaccel.backends.ops.operator import imported
 
 
 def usable(device: torch.device) -> str | None:
     """Why this backend cannot run on `device`; None when it can. To tell, no kernel of flash-attn is imported."""
-    return architectures.why_not("flash", device) or (
+    return operators.why_not("flash", device) or (
         None if installed() else "it needs flash-attn 4 (pip install flash-attn-4)"
     )
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends import architectures, flash
+from mmaccel.backends import flash
+from mmaccel.backends.ops import operator as operators
 
 SIZES = (64, 96, 128)
 """Head sizes that flash-attn 4 serves."""
@@ -63,7 +64,7 @@ def attend(
 
 def usable(device: torch.device) -> bool:
     """Whether flash-attn 4 computes dense attention on `device`."""
-    return architectures.why_not("flash_4", device) is None and flash.installed()
+    return operators.why_not("flash_4", device) is None and flash.installed()
 
 
 def kernel(device: torch.device) -> Kernel | None:
@@ -71,9 +72,9 @@ def kernel(device: torch.device) -> Kernel | None:
     if usable(device):
         return None
     for release in (3, 2):
-        call = installed(release) if architectures.why_not(f"flash_{release}", device) is None else None
+        call = installed(release) if operators.why_not(f"flash_{release}", device) is None else None
         if call is not None:
-            return Kernel(release, call, square=release == 3 or not architectures.of(device).cudnn)
+            return Kernel(release, call, square=release == 3 or not operators.row_of(device).cudnn)
     return None
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import architectures
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.decode import WINDOW
 from mmaccel.backends.triton.launch_args import lines
 
@@ -144,7 +144,7 @@ def decode_attend(
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
-    item, here = query.element_size(), architectures.resources(query.device)
+    item, here = query.element_size(), operators.resources(query.device)
     block_m = min(max(triton.next_power_of_2(n * group), 16), 64)
     block_d = max(triton.next_power_of_2(D), 16)
     block_n = block_n or (64 if item == 2 else 16)

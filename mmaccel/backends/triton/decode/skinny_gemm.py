@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import architectures
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.triton.pointwise import rms_norm_kernel
 
 HELD = 2048
@@ -173,7 +173,7 @@ def tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -
     they come one after another, and little of each is.
     """
     R, K = x.shape
-    here = architectures.resources(x.device)
+    here = operators.resources(x.device)
     rows = max(triton.next_power_of_2(R), here.columns)
     if R > FEW:
         made = Tile(32, 128, rows, 2, 4)

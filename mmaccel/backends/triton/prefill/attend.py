@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mmaccel.backends import architectures
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, takes_call
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch
@@ -68,7 +68,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     own = [t for s in spans for t in (s.k_row, s.q_pos, s.k_pos, s.lists.row, s.bias) if t is not None]
     lists = H if any(t.shape[1] > 1 for t in (q_row, *own)) else 1
     alone = lists > 1 or (H // G) % 2
-    shared = architectures.resources(query.device).shared
+    shared = operators.resources(query.device).shared
     if rows and alone and block_q <= 64 and all(plain) and shared >= PAIRS:
         # Lists that are runs of blocks in their order differ little between neighbours: two share what they load, if they
         # cannot share it with another head.

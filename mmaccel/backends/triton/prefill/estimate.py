@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import architectures
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.triton.launch_args import lines
 
 SPLITS = 64
@@ -222,7 +222,7 @@ def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width
     out = query.new_empty(B, H, L, dtype=torch.float32)
     scale = D**-0.5 * math.log2(math.e)
     tile, item = shape["BLOCK_D"] * shape["BLOCK_N"], query.element_size()
-    stages = architectures.resources(query.device).stages(
+    stages = operators.resources(query.device).stages(
         3, tile * item, shape["BLOCK_L"] * shape["BLOCK_D"] * item
     )
     totals_kernel[(B * H, splits)](

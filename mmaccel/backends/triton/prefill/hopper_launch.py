@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import architectures
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.kernel import merge_kernel
@@ -152,7 +152,7 @@ class Homes:
     ) -> Homes:
         """For keys and values [B, G, S, D] and spans of `heads` heads; copies of at most `most` bytes, or as much as there
         is, by default of a share of the device's memory."""
-        most = architectures.resources(key.device).memory // SHARE if most is None else most
+        most = operators.resources(key.device).memory // SHARE if most is None else most
         B, G, S, D = key.shape
         device = key.device
         k_row = [span.k_row for span in spans]
@@ -255,7 +255,7 @@ def suits(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, pl
 
 @cache
 def _there(device: torch.device) -> bool:
-    if architectures.why_not("hopper", device) is not None:
+    if operators.why_not("hopper", device) is not None:
         return False
     try:
         import mmaccel.backends.triton.prefill.hopper  # noqa: F401
@@ -303,7 +303,7 @@ def launch(
     out, lse, part_out, part_lse, *tables, q_row, q_row_b, q_row_h = given
     kernel, of_tiles = hopper.hopper_kernel, [torch.zeros(1, dtype=torch.int32, device=query.device), *grid]
     # One program at a time on each multiprocessor.
-    programs: tuple[int, ...] = (min(grid[0] * grid[1], architectures.resources(query.device).processors),)
+    programs: tuple[int, ...] = (min(grid[0] * grid[1], operators.resources(query.device).processors),)
     how: dict[str, Any] = dict(STAGES=STAGES)
     table = [span[name] for span in spans for name in block_iter.FIELDS]
     if joint:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import architectures
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.triton.launch_args import decode_int, encode_ints, lines
 
 LEAST_CHUNK = 32
@@ -158,4 +158,4 @@ class Work:
 
 def places_on(device: torch.device) -> int:
     """Programs that run at a time, about."""
-    return 2 * architectures.resources(device).processors
+    return 2 * operators.resources(device).processors

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters as plain
 from mmaccel.backends.ops.clusters import Late, Lists, Own, preceding
-from mmaccel.backends.triton.stream import clusters
+from mmaccel.backends.triton import stream
 
 from .triton_cases import DEVICE, INTERPRETED
 
@@ -46,17 +46,17 @@ def test_scores(dtype: torch.dtype, cosine: bool) -> None:
     """Of a slice of layers; a score is the same whatever is scored beside it."""
     torch.manual_seed(0)
     key, query = torch.randn(LAYERS, 21, WIDTH).to(dtype), torch.randn(2, WIDTH)
-    found = clusters.scored(there(key)[1:3], there(query), cosine)
+    found = stream.scored(there(key)[1:3], there(query), cosine)
     torch.testing.assert_close(found.cpu(), plain.scored.plain(key[1:3], query, cosine), atol=1e-5, rtol=1e-5)
-    assert torch.equal(clusters.scored(there(key)[1:2], there(query)[:1], cosine), found[:1])
-    assert clusters.scored(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
+    assert torch.equal(stream.scored(there(key)[1:2], there(query)[:1], cosine), found[:1])
+    assert stream.scored(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
 
 
 @pytest.mark.parametrize("count", [1, 9, 600])
 @pytest.mark.parametrize("limit", [1, 7, 200, 10**6])
 def test_the_first_stage(count: int, limit: int) -> None:
     score, size = few((2, count), count), few((count,), 1 + count, 4).long().clamp_min(0)
-    found = clusters.outside(there(score), there(size), limit, 2)
+    found = stream.outside(there(score), there(size), limit, 2)
     assert torch.equal(found.cpu(), plain.outside.plain(score, size, limit, 2))
 
 
@@ -71,7 +71,7 @@ def test_the_order_of_clusters(rows: int, count: int) -> None:
     without = few((rows, visual), 3) > 0
     for told in ((parent, without), (None, None)):
         wanted = plain.ordered.plain(score, size, *told)
-        found = clusters.ordered(there(score), there(size), *(None if x is None else there(x) for x in told))
+        found = stream.ordered(there(score), there(size), *(None if x is None else there(x) for x in told))
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one.cpu(), other)
 
@@ -99,7 +99,7 @@ def test_entries_up_to_a_budget(
         wanted = plain.selected.plain(before, lists, budget, ahead, own, late)
         told = None if late is None else Late(there(units), 2, 6)
         device = Own(held, 2, lambda at: keys[at, 2], there(query), cosine)
-        found = clusters.selected(there(before), on_device(lists), budget, ahead, device, told)
+        found = stream.selected(there(before), on_device(lists), budget, ahead, device, told)
         assert torch.equal(found[0].cpu(), wanted[0])
         assert (wanted[0][1:budget] > wanted[0][: budget - 1]).all()
         if rows == 1:
@@ -125,7 +125,7 @@ def test_what_stands_for_clusters(
     given = score, picked, size, (rows[0, 1], rows[1, 1]), time
     wanted = plain.stand_ins.plain(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
     sides = there(rows)
-    found = clusters.stand_ins(
+    found = stream.stand_ins(
         *map(there, given[:3]),
         (sides[0, 1], sides[1, 1]),
         there(time),
@@ -149,7 +149,7 @@ def test_means_of_words(dtype: torch.dtype, heads: int, rows: int, words_: int |
     count = None if words_ is None else torch.tensor([words_])
     x[:, words_ or rows :] = torch.nan
     for groups in {1, heads // 2 or 1}:
-        found = clusters.folded(there(x), None if count is None else there(count), groups)
+        found = stream.folded(there(x), None if count is None else there(count), groups)
         torch.testing.assert_close(found.cpu(), plain.folded.plain(x, count, groups), atol=1e-5, rtol=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_words_are_moved(dtype: torch.dtype, shown: bool) -> None:
     known, before, seen = torch.randn(3, 100)
     mine = [there(one.clone()) for one in (known, before, seen)]
     wanted = plain.moved.plain(x, count, known, before, seen if shown else None)
-    found = clusters.moved(there(x), there(count), *mine[:2], mine[2] if shown else None)
+    found = stream.moved(there(x), there(count), *mine[:2], mine[2] if shown else None)
     assert torch.equal(found.cpu(), wanted)
     for one, other in zip(mine, (known, before, seen), strict=True):
         torch.testing.assert_close(one.cpu(), other, atol=1e-6, rtol=1e-6)
@@ -176,5 +176,5 @@ def test_what_comes_ahead(count: int) -> None:
     entries[count // 2 :][::3] = -1
     mine, limits = there(table.clone()), (torch.tensor([400]), torch.tensor([5000]))
     wanted = plain.foretold.plain(table, entries, *limits)
-    found = clusters.foretold(mine, there(entries), *map(there, limits))
+    found = stream.foretold(mine, there(entries), *map(there, limits))
     assert torch.equal(found.cpu(), wanted) and torch.equal(mine.cpu()[:-1], table[:-1])

@@ -30,11 +30,10 @@ from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.clusters import Late, Lists, Own
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
-from mmaccel.backends.triton import pointwise
+from mmaccel.backends.triton import pointwise, stream
 from mmaccel.backends.triton.decode import attention, qkv_rope_cache, skinny_gemm
 from mmaccel.backends.triton.prefill import attend, estimate, grid, hopper_launch, lists, split_k_schedule
 from mmaccel.backends.triton.prefill import lines as line_kernels
-from mmaccel.backends.triton.stream import clusters, gather
 
 PROCESSORS, MEMORY = 132, 140 << 30
 S, FAR, N, C, E, WIDE = 512, 2**31 - 1, 4096, 196, 3584, 18944
@@ -259,15 +258,15 @@ def clustered() -> None:
     long = zeros(layers, entries)
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
     own = Own(key.transpose(0, 1), 1, lambda at: query, query[0], False)
-    clusters.scored(key, query, False)
-    clusters.outside(score, size[0], 256, 2)
-    clusters.ordered(score, size, size, score > 0)
-    clusters.selected(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))
+    stream.scored(key, query, False)
+    stream.outside(score, size[0], 256, 2)
+    stream.ordered(score, size, size, score > 0)
+    stream.selected(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))
     out = blank(2, 4, 512, 128)
-    clusters.stand_ins(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
-    clusters.folded(blank(28, 16, 128), one, 4)
-    clusters.moved(blank(16, E), one, *blank(3, E, dtype=torch.float32))
-    clusters.foretold(long[0], long[0, :80], one, one)
+    stream.stand_ins(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
+    stream.folded(blank(28, 16, 128), one, 4)
+    stream.moved(blank(16, E), one, *blank(3, E, dtype=torch.float32))
+    stream.foretold(long[0], long[0, :80], one, one)
 
 
 def gathered(tokens: int, size: int, apart: bool) -> None:
@@ -275,7 +274,7 @@ def gathered(tokens: int, size: int, apart: bool) -> None:
     slab = blank(10, 2, 4, tokens, size)
     out = torch.empty_like(slab[:5]).permute(1, 2, 0, 3, 4) if apart else blank(2, 4, 5 * tokens, size)
     index = zeros(5)
-    gather.gather_units(out, [slab], index[:1], index)
+    stream.gather_units(out, [slab], index[:1], index)
 
 
 def rows_alone() -> None:

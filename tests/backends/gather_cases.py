@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.backends.ops import gather
-from mmaccel.backends.triton.stream.gather import gather_units
+from mmaccel.backends.ops import clusters
+from mmaccel.backends.triton.stream import gather_units
 
 from .triton_cases import DEVICE, INTERPRETED
 
@@ -29,7 +29,7 @@ def test_as_the_plain_way(dtype: torch.dtype, tokens: int, size: int, words: int
     rows = len(SLOT) * tokens
     base = torch.tensor([s.data_ptr() - slabs[0].data_ptr() for s in slabs])
     expected = torch.full((2, 2, rows + 6, size), 9, dtype=dtype)
-    gather.gather_units.plain(expected[:, :, 2 : 2 + rows], slabs, base, torch.tensor(SLOT))
+    clusters.gather_units.plain(expected[:, :, 2 : 2 + rows], slabs, base, torch.tensor(SLOT))
     assert (expected[:, :, :2] == 9).all() and (expected[:, :, 2 + rows :] == 9).all()
     assert (expected[:, :, 2 + 2 * tokens : 2 + 3 * tokens] == 0).all()
     assert torch.equal(expected[1, 1, 2 : 2 + tokens], slabs[0][3, 1, 1])
@@ -53,5 +53,5 @@ def test_units_that_lie_apart_where_they_are_written() -> None:
     held = torch.tensor(SLOT) >= 0
     expected = torch.where(held[:, None, None, None, None], slab[torch.tensor(SLOT)], 0.0)
     assert torch.equal(place[:-1].cpu(), expected[:-1]) and (place[-1] == 9).all()
-    gather.gather_units.plain(place.permute(1, 2, 0, 3, 4), [slab], base, slot)
+    clusters.gather_units.plain(place.permute(1, 2, 0, 3, 4), [slab], base, slot)
     assert torch.equal(place.cpu(), expected)

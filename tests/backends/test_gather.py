@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.backends.ops.gather import gather_units
+from mmaccel.backends.ops.clusters import gather_units
 
 from .test_triton import run
 

@@ -1,4 +1,5 @@
-"""What a question of a stream retrieves by the representatives of clusters, and what its words say in the mean.
+"""What a question of a stream retrieves: clusters, by their representatives; what its words say in the mean; and units of
+keys and values out of host memory.
 
 The kernels serve at most `MOST` clusters: they make an order by comparing each with all.
 
@@ -9,7 +10,8 @@ device says; the others may be anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,7 +67,7 @@ def _few(first: Tensor, *rest: object) -> bool:
     return first.shape[-1 if first.dim() < 3 else 1] <= MOST and runs_triton(first)
 
 
-@operator("stream.clusters.scored", serves=_few)
+@operator("stream.scored", serves=_few)
 def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     """[R, C] float32: keys [R, C, d] times queries [R, d] float32; if `cosine` of both at length one."""
     key = key.float()
@@ -75,7 +77,7 @@ def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     return score
 
 
-@operator("stream.clusters.outside", serves=_few)
+@operator("stream.outside", serves=_few)
 def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     """[R, V] whether `limit` entries or more are in the clusters before one, by score [R, V]; never of the first `fewest`.
     size [V]; clusters without entries come last."""
@@ -87,7 +89,7 @@ def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     return found.scatter_(1, order, before >= limit)
 
 
-@operator("stream.clusters.ordered", serves=_few)
+@operator("stream.ordered", serves=_few)
 def ordered(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -100,7 +102,7 @@ def ordered(
     return score, preceding(score, size)
 
 
-@operator("stream.clusters.selected", serves=_few)
+@operator("stream.selected", serves=_few)
 def selected(
     before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -125,7 +127,7 @@ def selected(
     return chosen, found[1, :ahead] if len(found) > 1 else None
 
 
-@operator("stream.clusters.stand_ins", serves=_few)
+@operator("stream.stand_ins", serves=_few)
 def stand_ins(
     score: Tensor,
     picked: Tensor,
@@ -189,13 +191,13 @@ def mean(rows: Tensor, count: Tensor | None) -> Tensor:
     return torch.where(inside, rows.float(), 0.0).sum(-2) / count
 
 
-@operator("stream.clusters.folded", serves=runs_triton_in_float32)
+@operator("stream.folded", serves=runs_triton_in_float32)
 def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
     """[G * D] float32: the mean of rows [H, n, D] over the words (None: over all), the H / G heads of a group summed."""
     return mean(rows, count).view(groups, -1, rows.shape[2]).sum(1).flatten()
 
 
-@operator("stream.clusters.moved", serves=runs_triton_in_float32)
+@operator("stream.moved", serves=runs_triton_in_float32)
 def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
     """[n, E]: rows `words` plus `known` [E] float32, rounded first. The mean of the words goes into `before` [E]; what it is
     more than what was there, into `seen` [E]."""
@@ -206,7 +208,7 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
     return words + known.to(words.dtype)
 
 
-@operator("stream.clusters.foretold")
+@operator("stream.foretold")
 def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
     """[n] `table` [m] at `entries` [n], different ones (-1: the last place), if that is below `slots` [1] and not negative;
     -1 otherwise. Where it is, the i-th is now at `begin` [1] + i, says the table. All long; the last place is anything."""
@@ -215,3 +217,39 @@ def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Te
     place = begin + torch.arange(len(entries), device=found.device)
     table.scatter_(0, torch.where(host, entries, len(table) - 1), place)
     return torch.where(host, found, -1)
+
+
+def grain_of(slab: Sequence[Tensor]) -> int:
+    """A number of bytes that divides the addresses of all slabs."""
+    return math.gcd(*(one.data_ptr() for one in slab))
+
+
+@operator("stream.gather_units", mutates=("out",), fake=lambda: None)
+def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor, grain: int = 0) -> None:
+    """Bring units of keys and values from host memory into `out`, in the order of `slot`; one launch where Triton runs.
+
+    out    [2, G, n * P, D] on the device: keys, then values, the last two dimensions dense; or [2, G, n, P, D], where units
+           may lie apart
+    slab   host tensors [slots, 2, G, P, D], pinned where `out` is on a CUDA device
+    base   [slabs] long, on the device: the bytes from the first slab to each
+    slot   [n] long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``, and -1 gives zeros
+    grain  what `grain_of` says of the slabs, 0 where it is not known: asking a hundred slabs takes time
+
+    The plain form reads the slots on the host, slab by slab.
+    """
+    slots = slab[0].shape[0]
+    target = out if out.dim() == 5 else out.view(*out.shape[:2], -1, *slab[0].shape[3:])
+    wanted = slot.cpu()
+    empty = torch.nonzero(wanted < 0)[:, 0]
+    if empty.numel():
+        target.index_fill_(2, empty.to(out.device), 0)
+    holder = wanted // slots
+    for number in torch.unique(holder[wanted >= 0]).tolist():
+        at = torch.nonzero(holder == number)[:, 0]
+        units = slab[number].index_select(0, wanted[at] % slots).permute(1, 2, 0, 3, 4)
+        first, end = int(at[0]), int(at[-1]) + 1
+        if end - first == len(at):
+            # In half the time.
+            target[:, :, first:end] = units
+        else:
+            target.index_copy_(2, at.to(out.device), units.to(out.device))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.gather import gather_units
+from mmaccel.backends.ops.clusters import gather_units
 from mmaccel.core.kv import grow_buffer
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, pooled, summary

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.gather import gather_units, grain_of
+from mmaccel.backends.ops.clusters import gather_units, grain_of
 from mmaccel.policies.kv.store.pinned_slabs import Shape, Slabs, on_device
 
 # Untyped in PyTorch.

@@ -1,4 +1,8 @@
-"""The kernels of `ops.clusters`, which put clusters in order by comparing each with all; and those that read words."""
+"""The kernels of `ops.clusters`, and the functions that launch them, which take what the operators of their names take.
+
+Clusters are put in order by comparing each with all; units of keys and values are read by the device out of pinned host
+memory, in one launch, by an index that the host need not know.
+"""
 
 # mypy: ignore-errors
 
@@ -7,9 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mmaccel.backends.ops.clusters import Late, Lists, Own
+from mmaccel.backends.ops.clusters import grain_of
 
 CLUSTERS = 8
 """Clusters of a program."""
@@ -30,6 +33,15 @@ FORETOLD = 256
 """Entries of a program."""
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)
+
+PROGRAMS = 32
+"""Programs that gather units. The wire is full with a few hundred kilobytes under way; more would take the device from the
+layer that computes while the next one's units arrive: see "Host memory and streams" in docs/speed.md."""
+
+UNDER_WAY = 4096
+"""Words that such a program has under way at once: of up to eight bytes, whatever the type of what is gathered."""
+
+WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @triton.jit
@@ -315,7 +327,37 @@ def foretold_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexp
     tl.store(OUT + at, tl.where(host, found, -1), mask=at < n)
 
 
-def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
+@triton.jit(do_not_specialize=["items", "slots"])
+def gather_kernel(
+    out, slab, base, slot, items, slots, side, group,
+    GROUPS: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, WORD: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Piece after piece: BLOCK words of one head of one side (keys or values) of one unit; RUN words make a head,
+    EACH lie between one unit's and the next one's where they are written.
+
+    With PAIRS every head begins at an even word. Unless loads are as wide as stores, sectors cross the wire twice.
+    """
+    PIECES: tl.constexpr = (RUN + BLOCK - 1) // BLOCK
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0)):
+        piece = item % PIECES
+        lane = (item // PIECES) % (2 * GROUPS)
+        unit = item // (PIECES * 2 * GROUPS)
+        at = piece * BLOCK + tl.arange(0, BLOCK)
+        inside = at < RUN
+        source = tl.load(slot + unit).to(tl.int64)
+        held = source >= 0
+        source = tl.maximum(source, 0)
+        start = tl.load(base + source // slots) // WORD + ((source % slots) * (2 * GROUPS) + lane) * RUN
+        if PAIRS:
+            start = tl.multiple_of(start, 2)
+        words = tl.load(slab + start + at, mask=inside & held, other=0)
+        target = (lane // GROUPS) * side + (lane % GROUPS) * group + unit.to(tl.int64) * EACH
+        tl.store(out + target + at, words, mask=inside)
+
+
+def scored(key, query, cosine):
+    """See `ops.clusters.scored`."""
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
@@ -326,7 +368,8 @@ def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     return out
 
 
-def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
+def outside(score, size, limit, fewest):
+    """See `ops.clusters.outside`."""
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
@@ -336,9 +379,8 @@ def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     return out
 
 
-def ordered(
-    score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def ordered(score, size, parent, without):
+    """See `ops.clusters.ordered`."""
     R, C = score.shape
     out, before = torch.empty_like(score), torch.empty(R, C, dtype=torch.long, device=score.device)
     staged = parent is not None and without is not None
@@ -351,20 +393,19 @@ def ordered(
     return out, before
 
 
-def selected(
-    before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
-) -> tuple[Tensor, Tensor | None]:
+def selected(before, lists, budget, ahead, own, late):
+    """See `ops.clusters.selected`."""
     R, C = before.shape
     device, D, more = before.device, own.keys.shape[2], 0 if late is None else late.entries
     out = torch.empty(budget + more, dtype=torch.long, device=device)
     coming = torch.empty(ahead, dtype=torch.long, device=device) if R > 1 else None
     score = torch.empty(lists.largest, device=device)
     keep = torch.empty(lists.largest, dtype=torch.int32, device=device)
-    told = [
-        one.contiguous() for one in (before, lists.size, lists.owner, lists.within, lists.first, lists.flat)
+    tables = [
+        t.contiguous() for t in (before, lists.size, lists.owner, lists.within, lists.first, lists.flat)
     ]
     selected_kernel[(R,)](
-        *told, own.keys, own.query.contiguous(), out if late is None else late.units, score, keep, out,
+        *tables, own.keys, own.query.contiguous(), out if late is None else late.units, score, keep, out,
         out if coming is None else coming, C, lists.owner.shape[1], budget, ahead,
         own.keys.stride(0), own.layer * own.keys.stride(1), more, 1 if late is None else late.parts,
         D=D, DIM=triton.next_power_of_2(D), TILE=16, COSINE=own.cosine, BLOCK=ENTRIES, OTHERS=OTHERS,
@@ -373,17 +414,8 @@ def selected(
     return out, coming
 
 
-def stand_ins(
-    score: Tensor,
-    picked: Tensor,
-    size: Tensor,
-    rows: tuple[Tensor, Tensor],
-    time: Tensor,
-    out: Tensor,
-    head: int,
-    left: Tensor | None,
-    tokens: int,
-) -> tuple[Tensor, Tensor]:
+def stand_ins(score, picked, size, rows, time, out, head, left, tokens):
+    """See `ops.clusters.stand_ins`."""
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
@@ -396,7 +428,8 @@ def stand_ins(
     return times, added
 
 
-def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
+def folded(rows, count, groups):
+    """See `ops.clusters.folded`."""
     H, n, D = rows.shape
     out = torch.empty(groups * D, device=rows.device)
     folded_kernel[(groups, triton.cdiv(D, COLUMNS))](
@@ -406,7 +439,8 @@ def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
     return out
 
 
-def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
+def moved(words, count, known, before, seen):
+    """See `ops.clusters.moved`."""
     n, E = words.shape
     out = torch.empty(n, E, dtype=words.dtype, device=words.device)
     moved_kernel[(triton.cdiv(E, COLUMNS),)](
@@ -416,10 +450,35 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
     return out
 
 
-def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
+def foretold(table, entries, slots, begin):
+    """See `ops.clusters.foretold`."""
     out = torch.empty_like(entries)
     if len(entries):
         foretold_kernel[(triton.cdiv(len(entries), FORETOLD),)](
             table, entries, slots, begin, out, len(entries), len(table) - 1, BLOCK=FORETOLD, num_warps=4
         )
     return out
+
+
+def gather_units(out, slab, base, slot, grain=0, *, programs=PROGRAMS, words=UNDER_WAY):
+    """See `ops.clusters.gather_units`; `programs` and `words` as the constants above."""
+    slots, _, groups, tokens, size = slab[0].shape
+    n = slot.shape[0]
+    if n == 0:
+        return
+    run = tokens * size * out.element_size()
+    side, group = (out.stride(i) * out.element_size() for i in (0, 1))
+    each = out.stride(2) * out.element_size() if out.dim() == 5 else run
+    # A slab that begins anywhere else than the first is told to the kernel in bytes from there, and read by the same words.
+    aligned = (run, side, group, each, out.data_ptr(), grain or grain_of(slab))
+    word = next(w for w in WORD_TYPES if not any(b % w for b in aligned))
+    block = min(words, triton.next_power_of_2(run // word))
+    items = n * 2 * groups * triton.cdiv(run // word, block)
+    kind = WORD_TYPES[word]
+    # The memory from the first element on; what lies between the heads is left alone.
+    flat = out.as_strided((out.shape[-2] * out.shape[-1],), (1,))
+    gather_kernel[(min(programs, items),)](
+        flat.view(kind), slab[0].view(-1).view(kind), base, slot, items, slots, side // word, group // word,
+        GROUPS=groups, RUN=run // word, EACH=each // word, WORD=word,
+        PAIRS=not any(b % (2 * word) for b in aligned), BLOCK=block, num_warps=8,
+    )  # fmt: skip

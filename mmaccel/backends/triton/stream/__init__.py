@@ -1,1 +1,0 @@
-"""Kernels of a stream's memory: clusters and what a question asks of them, units from host memory."""

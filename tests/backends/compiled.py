@@ -30,8 +30,7 @@ from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.clusters import Late, Lists, Own
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
-from mmaccel.backends.triton import pointwise, stream
-from mmaccel.backends.triton.decode import attention, qkv_rope_cache, skinny_gemm
+from mmaccel.backends.triton import decode, pointwise, stream
 from mmaccel.backends.triton.prefill import attend, estimate, grid, hopper_launch, lists, split_k_schedule
 from mmaccel.backends.triton.prefill import lines as line_kernels
 
@@ -173,7 +172,7 @@ def attended(
 def decoded(n: int, dtype: torch.dtype = BF16, size: int = 128, tree: bool = False) -> None:
     """Attention of a decode step at the shape of a 7B model."""
     query, cache = blank(1, n, 28, size, dtype=dtype).transpose(1, 2), blank(1, 4, N, size, dtype=dtype)
-    attention.decode_attend(query, cache, cache, zeros(1, n), 0.1, zeros(n) if tree else None)
+    decode.decode_attend(query, cache, cache, zeros(1, n), 0.1, zeros(n) if tree else None)
 
 
 WEIGHTS = {"qkv": [E, 512, 512], "o": [E], "up": [WIDE] * 2, "down": [E]}
@@ -186,27 +185,27 @@ def projected(count: int, kind: str) -> None:
     bias = [blank(w) for w in WEIGHTS[kind]] if kind == "qkv" else []
     residual = blank(count, E) if kind in ("o", "down") else None
     weight = [blank(w, K) for w in WEIGHTS[kind]]
-    skinny_gemm.project_rows(blank(count, K), weight, bias, gain, 1e-6, residual, kind == "up")
+    decode.project_rows(blank(count, K), weight, bias, gain, 1e-6, residual, kind == "up")
 
 
 def squares(count: int) -> Tensor:
     """What the product before a norm leaves for it."""
-    return blank(count, 224 if count <= skinny_gemm.FEW else 112, dtype=torch.float32)
+    return blank(count, 224 if count <= decode.FEW else 112, dtype=torch.float32)
 
 
 def passed(count: int, kind: str) -> None:
     """The same of what goes on to a norm, and of what comes to one."""
     if kind == "up":
         weight = [blank(WIDE, E)] * 2
-        skinny_gemm.project_rows(blank(count, E), weight, (), None, 1e-6, None, True, squares(count))
+        decode.project_rows(blank(count, E), weight, (), None, 1e-6, None, True, squares(count))
     else:
-        skinny_gemm.pass_rows(blank(count, WIDE), blank(E, WIDE), [], blank(count, E), blank(E))
+        decode.pass_rows(blank(count, WIDE), blank(E, WIDE), [], blank(count, E), blank(E))
 
 
 def entered(count: int) -> None:
     """Queries, keys and values of a 7B model's layer, turned and written."""
     weight, cache = [blank(w, E) for w in WEIGHTS["qkv"]], blank(1, 4, N, 128)
-    qkv_rope_cache.enter_rows(
+    decode.enter_rows(
         blank(count, E), weight, [blank(len(w)) for w in weight], None, squares(count), 1e-6,
         blank(2, 1, count, 128), zeros(1, count), cache, cache,
     )  # fmt: skip
@@ -214,7 +213,7 @@ def entered(count: int) -> None:
 
 def turned() -> None:
     angles, cache, columns = blank(1, N, 128), blank(1, 4, N, 128), zeros(1, 2)
-    qkv_rope_cache.turn_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
+    decode.turn_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
 
 
 def indexed() -> None:

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.decode import WINDOW, decode_attend, enter_rows, project_rows, turn_rows
-from mmaccel.backends.triton.decode import attention as decode
-from mmaccel.backends.triton.decode import qkv_rope_cache as enter
-from mmaccel.backends.triton.decode import skinny_gemm as rows
+from mmaccel.backends.triton import decode
 
 from .oracle import budget
 from .triton_cases import DEVICE, DTYPES, INTERPRETED
@@ -120,7 +118,7 @@ def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
     residual = drawn(count, 40, dtype=dtype, seed=5) if kind == "residual" else None
     norm = None if residual is not None else gain
     told = (bias, norm, 1e-6, residual, gated)
-    out = rows.project_rows(x, weight, *told, block_k=64)
+    out = decode.project_rows(x, weight, *told, block_k=64)
     said = project_rows.plain(x, weight, *told)
     wide = [t if t is None else t.double() for t in (norm, residual)]
     squares = x.double().pow(2).mean(-1, keepdim=True) + 1e-6
@@ -158,14 +156,14 @@ def test_a_norm_between_two_products(kind: str, count: int, wide: int, dtype: to
     K, eps = 48, 1e-5
     x, residual = drawn(count, K, dtype=dtype), drawn(count, wide, dtype=dtype, seed=1)
     weight, gain = drawn(wide, K, dtype=dtype, seed=2) / 7, drawn(wide, dtype=dtype, seed=3)
-    out, gained, squares = rows.pass_rows(x, weight, [], residual, gain, block_k=16)
-    assert torch.equal(out, rows.project_rows(x, [weight], residual=residual, block_k=16))
+    out, gained, squares = decode.pass_rows(x, weight, [], residual, gain, block_k=16)
+    assert torch.equal(out, decode.project_rows(x, [weight], residual=residual, block_k=16))
     assert torch.equal(gained, (out.float() * gain.float()).to(dtype))
     torch.testing.assert_close(squares.sum(-1), out.float().pow(2).sum(-1))
     widths = (40, 8, 24) if "bias" in kind else (40, 40)
     then = [drawn(w, wide, dtype=dtype, seed=i) / 10 for i, w in enumerate(widths)]
     bias = [drawn(w, dtype=dtype, seed=i + 9) for i, w in enumerate(widths)] if "bias" in kind else []
-    got = rows.project_rows(gained, then, bias, None, eps, None, kind == "gated", squares, block_k=64)
+    got = decode.project_rows(gained, then, bias, None, eps, None, kind == "gated", squares, block_k=64)
     said = project_rows.plain(out, then, bias, gain, eps, None, kind == "gated")
     told = project_rows.plain(gained, then, bias, None, eps, None, kind == "gated", squares)
     double = out.double()
@@ -205,10 +203,10 @@ def test_enter(size: int, B: int, n: int, biased: bool, dtype: torch.dtype) -> N
     weight, bias, turn, columns, whole = entered(dtype, B, n, size, biased)
     x, gain = drawn(B * n, 48, dtype=dtype), drawn(48, dtype=dtype, seed=8)
     mine, theirs, said = ([w.clone()[:, :, 1] for w in whole] for _ in range(3))
-    got = enter.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *mine, block_k=16)
-    made = rows.project_rows(x, weight, bias, gain, 1e-5, block_k=16).view(B, n, -1)
+    got = decode.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *mine, block_k=16)
+    made = decode.project_rows(x, weight, bias, gain, 1e-5, block_k=16).view(B, n, -1)
     line = torch.arange(n, device=DEVICE).expand(B, n)
-    want = enter.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
+    want = decode.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
     plainly = enter_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *said)
     wide = [w.double()[:, :, 1] for w in whole]
     normed = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
@@ -237,7 +235,7 @@ def test_enter_after_a_product(parts: int) -> None:
     share = drawn(6, parts, seed=9).softmax(-1)
     squares = x.pow(2).sum(-1, keepdim=True) * share
     mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
-    got = enter.enter_rows(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *mine)
+    got = decode.enter_rows(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *mine)
     want = enter_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *theirs)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(mine, theirs)
@@ -256,7 +254,7 @@ def test_turn(size: int, dtype: torch.dtype) -> None:
     whole = [drawn(B, G, 2, capacity, size, dtype=dtype, seed=i) for i in (3, 4)]
     mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
     places = torch.tensor([[3, 4, 4], [0, 18, 19]], device=DEVICE)
-    got = enter.turn_rows(new, cos, sin, places, columns, *mine)
+    got = decode.turn_rows(new, cos, sin, places, columns, *mine)
     want = turn_rows.plain(new, cos, sin, places, columns, *theirs)
     close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(got, want, **close)
@@ -272,11 +270,11 @@ def test_tensors_that_are_views() -> None:
     x, residual = drawn(3, 32), drawn(40, 3).T
     weight, bias = drawn(32, 40).T, drawn(40, 2)[:, 0]
     told = (x, [weight], [bias], drawn(32, 2)[:, 0], 1e-6, residual)
-    torch.testing.assert_close(rows.project_rows(*told), project_rows.plain(*told))
+    torch.testing.assert_close(decode.project_rows(*told), project_rows.plain(*told))
     new, places = drawn(1, 2, 4 * 16), torch.tensor([[3, 4]], device=DEVICE)
     cos, sin = drawn(1, 16, 9).mT, drawn(1, 9, 32, seed=1)[..., ::2]
     mine, theirs = ([torch.zeros(1, 1, 9, 16, device=DEVICE) for _ in range(2)] for _ in range(2))
-    got = enter.turn_rows(new, cos, sin, places, places, *mine)
+    got = decode.turn_rows(new, cos, sin, places, places, *mine)
     torch.testing.assert_close(got, turn_rows.plain(new, cos, sin, places, places, *theirs))
     torch.testing.assert_close(mine, theirs)
 

@@ -42,8 +42,7 @@ def test_the_operators_keep_their_contract() -> None:
 def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device with kernels, too: they would not compile, or round it to float32."""
     pytest.importorskip("triton")
-    from mmaccel.backends.triton.decode import attention as decode
-    from mmaccel.backends.triton.decode import qkv_rope_cache as turn
+    from mmaccel.backends.triton import decode
 
     launched: list[torch.dtype] = []
 
@@ -53,7 +52,7 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(operator, "usable", lambda device: None)
     monkeypatch.setattr(decode, "decode_attend", launch)
-    monkeypatch.setattr(turn, "turn_rows", launch)
+    monkeypatch.setattr(decode, "turn_rows", launch)
     for dtype in (torch.float64, torch.float32):
         query, key, value = torch.randn(3, 1, 2, 4, 8, dtype=dtype)
         columns = torch.arange(4)[None]
@@ -69,7 +68,7 @@ def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
 ) -> None:
     """A step of a model in float16 has no dozen launches a layer for what is one."""
     pytest.importorskip("triton")
-    from mmaccel.backends.triton.decode import qkv_rope_cache as kernels
+    from mmaccel.backends.triton import decode as kernels
 
     launched: list[torch.dtype] = []
 

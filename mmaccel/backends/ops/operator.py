@@ -3,7 +3,7 @@ each GPU architecture runs, one table that kernels, backends, `mmaccel doctor` a
 
 A file of this package defines an operator, or a few of one kind, by decorating the plain form:
 
-    @operator("decode.attention.decode_attend", fake=lambda query: torch.empty_like(query))
+    @operator("decode.decode_attend", fake=lambda query: torch.empty_like(query))
     def decode_attend(query: Tensor, key: Tensor, ...) -> Tensor: ...
 
 The plain form is the meaning of the operator; its signature is the schema.

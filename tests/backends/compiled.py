@@ -31,8 +31,9 @@ from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.clusters import Late, Lists, Own
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
 from mmaccel.backends.triton import decode, pointwise, stream
-from mmaccel.backends.triton.prefill import attend, estimate, grid, hopper_launch, lists, split_k_schedule
+from mmaccel.backends.triton.prefill import attend, estimate, grid, hopper_launch, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
+from mmaccel.backends.triton.prefill.kernel import Work
 
 PROCESSORS, MEMORY = 132, 140 << 30
 S, FAR, N, C, E, WIDE = 512, 2**31 - 1, 4096, 196, 3584, 18944
@@ -230,7 +231,7 @@ def indexed() -> None:
     grid.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
     lines, told = zeros(1, 28, 1000), zeros(1, 28, 9, 5)
     line_kernels.line_keys(row, lines, lines, N, 64)
-    split_k_schedule.Work.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
+    Work.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
     lists.reach(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
     lists.paired(told)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan
-from mmaccel.backends.triton.prefill.block_iter import FIELDS
+from mmaccel.backends.triton.prefill.hopper import FIELDS
 from mmaccel.backends.triton.prefill.hopper_launch import BOX, FAR, Homes, fields, numbered, viewed
 
 from .triton_cases import DEVICE

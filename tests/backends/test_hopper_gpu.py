@@ -33,9 +33,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     found: list[Any] = []
     plain = hopper_launch.launch
 
-    def told(*args: Any, **named: Any) -> None:
+    def told(*args: Any, **named: Any) -> torch.Tensor | None:
         found.append(named)
-        plain(*args, **named)
+        return plain(*args, **named)
 
     monkeypatch.setattr(hopper_launch, "launch", told)
     yield found

@@ -21,7 +21,7 @@ from mmaccel.backends import reference
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_attend as schema
 from mmaccel.backends.triton.prefill.attend import block_attend
-from mmaccel.backends.triton.prefill.split_k_schedule import WAVES, Work
+from mmaccel.backends.triton.prefill.kernel import WAVES, Work
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO

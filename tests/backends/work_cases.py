@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.triton.prefill import attend, lists
-from mmaccel.backends.triton.prefill import split_k_schedule as working
+from mmaccel.backends.triton.prefill import kernel as working
+from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, Work
 from mmaccel.backends.triton.prefill.lists import paired, unsure
-from mmaccel.backends.triton.prefill.split_k_schedule import MOST_PIECES, WAVES, Work
 from mmaccel.core.plan import FULL, AttentionPlan, Part, span_by_range
 
 from .oracle import flat

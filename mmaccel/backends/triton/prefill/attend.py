@@ -15,9 +15,15 @@ from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, takes_call
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch
-from mmaccel.backends.triton.prefill.kernel import attend_kernel, merge_kernel
+from mmaccel.backends.triton.prefill.kernel import (
+    LEAST_CHUNK,
+    Work,
+    attend_kernel,
+    merge_kernel,
+    places_on,
+    split_outputs,
+)
 from mmaccel.backends.triton.prefill.lists import paired
-from mmaccel.backends.triton.prefill.split_k_schedule import LEAST_CHUNK, Work, places_on
 from mmaccel.core.errors import RecipeError
 
 PAIRS = 200 << 10
@@ -129,37 +135,22 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     if split:
         counts = [s.lists.count for s in spans]
         work = Work.of(counts, B, lists, M, tiles, longest, places_on(query.device), chunk)
-    pieces = work.slots * tiles * tall * pack if work is not None else 0
-    part_out = query.new_empty(pieces, DV, dtype=torch.float32)
-    part_lse = query.new_empty(pieces, dtype=torch.float32)
-    tables = (work.item, work.pieces, work.slot, work.told) if work is not None else (lse, lse, lse, lse)
-
+    outputs = split_outputs(work, tiles * tall * pack, DV, lse)
     items = work.items if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))
     sizes = dict(DV=DV, BLOCK_DV=value_size)
     ends = (*lines(out), *lead(lse))
-    given = (out, lse, part_out, part_lse, *tables, q_row, *lead(q_row))
+    given = (out, lse, *outputs, q_row, *lead(q_row))
     engine = (
         not extra
         and short is None
         and hopper_launch.suits(query, key, value, tall * pack, block_k, positions)
     )
     if engine:
-        homes = hopper_launch.Homes.of(key, value, spans, H)
-        found = zip(spans, homes.place, homes.home, strict=True)
-        hopper_launch.launch(
-            (items, tiles),
-            (query, key, value),
-            homes,
-            [hopper_launch.fields(*span) for span in found],
-            given,
-            (*ends, M),
-            scale,
-            SPLIT=split,
-            BLOCK_K=block_k,
-            **layout,
-        )
-        short = homes.short
+        short = hopper_launch.launch(
+            (items, tiles), (query, key, value), spans, given, (*ends, M), scale,
+            SPLIT=split, BLOCK_K=block_k, **layout,
+        )  # fmt: skip
     if not engine or short is not None:
         more = _extra(spans, key, value) if extra else None
         loaded = (key, value) if more is None else (*more[0], *more[1], key, value)
@@ -179,7 +170,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         )  # fmt: skip
     if work is not None:
         merge_kernel[(list_rows, tiles)](
-            part_out, part_lse, work.pieces, work.slot, out, lse, q_row, *lead(q_row), *ends, M,
+            *outputs[:2], work.pieces, work.slot, out, lse, q_row, *lead(q_row), *ends, M,
             **layout, **sizes, num_warps=8 if tall * pack > 64 else 4,
         )  # fmt: skip
     return out, lse

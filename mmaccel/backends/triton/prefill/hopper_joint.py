@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mmaccel.backends.triton.prefill.block_iter import (
+from mmaccel.backends.triton.prefill.hopper import (
     FAR,
     WIDTH,
     bring,
@@ -52,12 +52,7 @@ def _entry(index, begin, e, shift, left):
 
 
 @gluon.jit
-def _bring_all(
-    asked,
-    GROUPS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _bring_all(asked, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
     """Keys, values and places of the blocks that any group lists, and whose they are."""
     keys, values, notes, barriers, table, n_spans, place, window, M = asked
     k_own, k_copies, k_boxes = keys
@@ -149,15 +144,9 @@ def _own(words, full, free, step, limit, which: gl.constexpr, STAGES: gl.constex
 
 @gluon.jit
 def _compute(
-    asked,
-    which: gl.constexpr,
-    shape: gl.constexpr,
-    STAGES: gl.constexpr,
-    LAG: gl.constexpr,
-    D: gl.constexpr,
-    PLACED: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
+    asked, which: gl.constexpr, shape: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, D: gl.constexpr,
+    PLACED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
     """The running softmax of 64 rows over the blocks of their list."""
     q_buf, rings, notes, barriers, table, place, piece, scale, stores = asked
     k_ring, v_ring = rings
@@ -230,49 +219,12 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["M", "tiles", "n_spans", "own_b", "own_g", "column_g", "lse_b", "lse_h"])
 def joint_kernel(
-    k_own,
-    v_own,
-    k_copies,
-    v_copies,
-    table,
-    SHORT,
-    Q,
-    OUT,
-    LSE,
-    PART_OUT,
-    PART_LSE,
-    ITEM,
-    PIECES,
-    SLOT,
-    TOLD,
-    q_row,
-    q_row_b,
-    q_row_h,
-    q_b,
-    q_h,
-    q_s,
-    own_b,
-    own_g,
-    column_g,
-    out_b,
-    out_h,
-    out_s,
-    lse_b,
-    lse_h,
-    M,
-    tiles,
-    n_spans,
-    scale,
-    GROUP: gl.constexpr,
-    LISTS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    D: gl.constexpr,
-    PLACED: gl.constexpr,
-    SPLIT: gl.constexpr,
-    GATED: gl.constexpr,
-    STAGES: gl.constexpr,
-    LAG: gl.constexpr,
-):
+    k_own, v_own, k_copies, v_copies, table, SHORT, Q, OUT, LSE, PART_OUT, PART_LSE, ITEM, PIECES, SLOT, TOLD,
+    q_row, q_row_b, q_row_h, q_b, q_h, q_s, own_b, own_g, column_g, out_b, out_h, out_s, lse_b, lse_h, M,
+    tiles, n_spans, scale,
+    GROUP: gl.constexpr, LISTS: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, PLACED: gl.constexpr,
+    SPLIT: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+):  # fmt: skip
     """One tile of GROUPS blocks of 64 queries of one head, or under SPLIT a piece of it: of each list a window alike.
 
     M: blocks of queries that have lists; tiles: of one head.
@@ -332,16 +284,9 @@ def joint_kernel(
     notes, barriers = (words, key_places), (full, free)
     asked = (q_buf, (k_ring, v_ring), notes, barriers, table, place, (slot, split), scale, stores)
     bring = (
-        (k_own, k_copies, k_boxes),
-        (v_own, v_copies, v_boxes),
-        notes,
-        barriers,
-        table,
-        n_spans,
-        (b, h, g, m, (b * own_b + g * own_g).to(gl.int32), (g * column_g).to(gl.int32)),
-        (first, last),
-        M,
-    )
+        (k_own, k_copies, k_boxes), (v_own, v_copies, v_boxes), notes, barriers, table, n_spans,
+        (b, h, g, m, (b * own_b + g * own_g).to(gl.int32), (g * column_g).to(gl.int32)), (first, last), M,
+    )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
             [

@@ -25,9 +25,8 @@ from torch import Tensor
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
-from mmaccel.backends.triton.prefill.kernel import merge_kernel
+from mmaccel.backends.triton.prefill.kernel import LEAST_CHUNK, Work, merge_kernel, places_on, split_outputs
 from mmaccel.backends.triton.prefill.lists import unsure
-from mmaccel.backends.triton.prefill.split_k_schedule import LEAST_CHUNK, Work, places_on
 
 BOX = 64
 """Keys of a block of the copy engine."""
@@ -267,25 +266,29 @@ def _there(device: torch.device) -> bool:
 def launch(
     grid: tuple[int, int],
     tensors: tuple[Tensor, Tensor, Tensor],
-    homes: Homes,
-    spans: Sequence[dict[str, Any]],
+    spans: Sequence[KeySpan],
     given: Sequence[Any],
     sizes: Sequence[int],
     scale: float,
     *,
     joint: int = 0,
     **shape: Any,
-) -> None:
-    """grid: list rows, or items of work, and tiles of each; tensors: query, key and value; spans: of each a tensor or number
-    by the names of `block_iter.FIELDS`; given: the outputs, the tables of split rows, and the queries' rows with their
-    strides, as `kernel.attend_kernel` takes them; sizes: the strides of the outputs and query blocks; joint: query blocks of
-    a tile of `hopper_joint`, whose sizes end with the tiles of a head, or 0."""
+) -> Tensor | None:
+    """Attention by `hopper_kernel`, or by `joint_kernel` in tiles of `joint` query blocks. Gives how many key blocks have no
+    home, None where there is room for all: if there are any, the kernel computes nothing.
+
+    grid: list rows, or items of work, and tiles of each; tensors: query, key and value; given: the outputs, what
+    `split_outputs` gives, and the queries' rows with their strides, as `kernel.attend_kernel` takes them; sizes: the strides
+    of the outputs and query blocks, and of `joint_kernel` the tiles of a head."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from mmaccel.backends.triton.prefill import block_iter, hopper, hopper_joint
+    from mmaccel.backends.triton.prefill import hopper, hopper_joint
 
     query, key, value = tensors
+    homes = Homes.of(key, value, spans, query.shape[1])
+    found = (fields(*one, each=joint > 0) for one in zip(spans, homes.place, homes.home, strict=True))
+    table = [span[name] for span in found for name in hopper.FIELDS]
     seen, beside = viewed(key), viewed(value)
     if seen is None or seen != beside:
         key, value = key.contiguous(), value.contiguous()
@@ -300,26 +303,24 @@ def launch(
     own = [engine(t, seen.shape, seen.stride) for t in (key, value)]
     # Where nothing may be copied there is nothing to see, and nothing looks.
     apart = [engine(t, (len(t) * BOX, D), D) for t in (homes.keys, homes.values)] if len(homes.keys) else own
-    out, lse, part_out, part_lse, *tables, q_row, q_row_b, q_row_h = given
     kernel, of_tiles = hopper.hopper_kernel, [torch.zeros(1, dtype=torch.int32, device=query.device), *grid]
     # One program at a time on each multiprocessor.
     programs: tuple[int, ...] = (min(grid[0] * grid[1], operators.resources(query.device).processors),)
     how: dict[str, Any] = dict(STAGES=STAGES)
-    table = [span[name] for span in spans for name in block_iter.FIELDS]
     if joint:
         kernel, of_tiles, programs = hopper_joint.joint_kernel, [], grid
         how = dict(GROUPS=joint, STAGES=PLACES[joint], LAG=LAG)
     kernel[programs](
         *own, *apart, numbered([x.data_ptr() if isinstance(x, Tensor) else x for x in table], query.device),
-        lse if homes.short is None else homes.short, query, out, lse, part_out, part_lse, *tables, q_row,
-        q_row_b, q_row_h, *of_tiles, *lines(query), seen.batch, seen.group, seen.column, *sizes, len(spans),
-        scale,
+        given[1] if homes.short is None else homes.short, query, *given, *of_tiles, *lines(query),
+        seen.batch, seen.group, seen.column, *sizes, len(spans), scale,
         D=D, GATED=homes.short is not None, **how, **shape, num_warps=4,
     )  # fmt: skip
+    return homes.short
 
 
 def fields(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
-    """What the table says of a span (`block_iter.FIELDS`), with the positions and homes of its keys; with `each`, also of an
+    """What the table says of a span (`hopper.FIELDS`), with the positions and homes of its keys; with `each`, also of an
     index it says which blocks are unsure."""
     lists = span.lists
     # The table holds addresses alone, which the kernel takes for those of numbers of these types.
@@ -373,7 +374,7 @@ def joint_attend(
     """Into `out` the attention over lists that differ between neighbours, by `hopper_joint`; how many blocks have no home
     for it, if there may be any: then all is still to be computed.
     """
-    query, key, value = tensors
+    query, key, _ = tensors
     (B, H, _, D), joint = query.shape, JOINT
     M, wide = q_row.shape[-1] // BOX, joint * BOX
     tiles = -(-M // joint)
@@ -388,30 +389,17 @@ def joint_attend(
         count = reduce(add, (span.lists.count for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
         work = Work.of([count], B, H, tiles, 1, longest, places_on(query.device), chunk)
-    pieces = work.slots * wide if work is not None else 0
-    part_out = query.new_empty(pieces, D, dtype=torch.float32)
-    part_lse = query.new_empty(pieces, dtype=torch.float32)
-    tables = (work.item, work.pieces, work.slot, work.told) if work is not None else (out[1],) * 4
+    outputs = split_outputs(work, wide, D, out[1])
     ends, rows_of = (*lines(out[0]), *lead(out[1])), (q_row, *lead(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)
-    homes = Homes.of(key, value, spans, H)
-    padded = (replace(span, q_pos=at) for span, at in zip(spans, q_pos, strict=True))
-    found = zip(padded, homes.place, homes.home, strict=True)
-    launch(
-        (work.items if work is not None else list_rows, 1),
-        tensors,
-        homes,
-        [fields(*span, each=True) for span in found],
-        (*out, part_out, part_lse, *tables, *rows_of),
-        (*ends, M, tiles),
-        scale,
-        joint=joint,
-        SPLIT=work is not None,
-        **layout,
-    )
+    short = launch(
+        (work.items if work is not None else list_rows, 1), tensors,
+        [replace(span, q_pos=at) for span, at in zip(spans, q_pos, strict=True)],
+        (*out, *outputs, *rows_of), (*ends, M, tiles), scale, joint=joint, SPLIT=work is not None, **layout,
+    )  # fmt: skip
     if work is not None:
         merge_kernel[(list_rows, joint)](
-            part_out, part_lse, work.pieces, work.slot, *out, *rows_of, *ends, tiles,
+            *outputs[:2], work.pieces, work.slot, *out, *rows_of, *ends, tiles,
             BLOCK_Q=wide, ROWS=BOX, PACK=1, DV=D, BLOCK_DV=D, **layout, num_warps=4,
         )  # fmt: skip
-    return homes.short
+    return short

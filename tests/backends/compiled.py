@@ -31,7 +31,7 @@ from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.clusters import Late, Lists, Own
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
 from mmaccel.backends.triton import decode, pointwise, stream
-from mmaccel.backends.triton.prefill import attend, estimate, grid, hopper_launch, lists
+from mmaccel.backends.triton.prefill import attend, estimate, hopper_launch, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.backends.triton.prefill.kernel import Work
 
@@ -225,10 +225,10 @@ def indexed() -> None:
     row, begin, few = numbers[0], zeros(1, C + 1, dtype=INT), zeros(1, 64, dtype=INT)
     estimate.line_sums(query, key, None, at, None, N, False)
     order = row, begin, few, torch.zeros(1, 1024)
-    grid.class_phases(query, key, None, at, None, N, False, *order, at[0, :1], "contrast", False)
+    estimate.class_phases(query, key, None, at, None, N, False, *order, at[0, :1], "contrast", False)
     scores = torch.zeros(1, 28, N)
     line_kernels.strongest(scores, scores, at[:, 0], 1000, 1024)
-    grid.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
+    estimate.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
     lines, told = zeros(1, 28, 1000), zeros(1, 28, 9, 5)
     line_kernels.line_keys(row, lines, lines, N, 64)
     Work.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
@@ -240,7 +240,7 @@ def indexed() -> None:
     line_kernels.slash_runs(
         kept, zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine, 64
     )  # fmt: skip
-    grid.turned_classes(numbers, begin, numbers, begin, at[0, :1], of, of, of, 64, False, 64, 64)
+    line_kernels.turned_classes(numbers, begin, numbers, begin, at[0, :1], of, of, of, 64, False, 64, 64)
 
 
 def assembled() -> None:

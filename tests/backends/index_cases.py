@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import lines, operator
-from mmaccel.backends.triton.prefill import grid
+from mmaccel.backends.triton.prefill import estimate
 from mmaccel.backends.triton.prefill import lines as kernels
 from mmaccel.backends.triton.prefill.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
@@ -147,7 +147,7 @@ def test_classes_of_more_keys_than_a_tile(
     padded: bool, pooled: bool, score: Score, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their tiles that every query sees are not tested; the lines and the phases are those of the plain way."""
-    monkeypatch.setattr(grid, "KEYS", 16)
+    monkeypatch.setattr(estimate, "KEYS", 16)
     long = sequence([(TEXT, [5]), (VIDEO, [5] * 40), (TEXT, [20])])
     other = sequence([(TEXT, [3]), (VIDEO, [4] * 45), (TEXT, [9])]) if padded else long
     scene = Scene((long, other), heads=8, groups=2, size=16, seed=5)
@@ -160,7 +160,7 @@ def test_classes_of_more_keys_than_a_tile(
         last, frames = region.last(24, pooled), Frames.of(region, 2, 12)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
-        assert int(last.at.min()) > 150 and int(sizes.min()) >= grid.KEYS
+        assert int(last.at.min()) > 150 and int(sizes.min()) >= estimate.KEYS
         return frame_phases(last, frames, search)
 
     want = found("cpu")
@@ -179,7 +179,7 @@ def test_strides(score: Score, low: int, high: int) -> None:
     there = (torch.arange(400) <= at[:, None])[None, :, None]
     masked = value.double().masked_fill(~there, 0.0)
     want = torch.stack([_heaviest(masked, there, s, score) for s in range(low, high + 1)], -1)
-    got = grid.stride_scores(value.to(DEVICE), at.to(DEVICE), low, high, score).cpu()
+    got = estimate.stride_scores(value.to(DEVICE), at.to(DEVICE), low, high, score).cpu()
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 

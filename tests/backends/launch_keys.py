@@ -28,7 +28,7 @@ from mmaccel.backends.ops import block_lists, lines, pointwise
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.decode import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
 from mmaccel.backends.ops.estimate import reduces
-from mmaccel.backends.triton.prefill import estimate, grid, lists
+from mmaccel.backends.triton.prefill import estimate, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.kv import grow_buffer
@@ -129,15 +129,13 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
                 strongest=_filled(line_kernels.strongest, lines.strongest.plain),
                 line_keys=_filled(line_kernels.line_keys, lines.line_keys.plain),
                 slash_runs=_filled(line_kernels.slash_runs, lines.slash_runs.plain),
+                turned_classes=_filled(line_kernels.turned_classes, lines.turned_classes.plain),
             ),
             estimate: dict(
                 row_totals=_drawn(estimate.row_totals, Tensor.zero_),
                 line_sums=_drawn(estimate.line_sums, Tensor.uniform_),
-            ),
-            grid: dict(
-                turned_classes=_filled(grid.turned_classes, lines.turned_classes.plain),
-                class_phases=_drawn(grid.class_phases, Tensor.zero_),
-                stride_scores=_drawn(grid.stride_scores, Tensor.uniform_),
+                class_phases=_drawn(estimate.class_phases, Tensor.zero_),
+                stride_scores=_drawn(estimate.stride_scores, Tensor.uniform_),
             ),
         }
         for target, some in held.items():

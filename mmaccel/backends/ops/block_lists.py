@@ -61,7 +61,7 @@ def _reach_shapes(
     return row, k_row.new_empty(key_b, key_h, k_row.shape[-1] // block_k, dtype=torch.int8)
 
 
-@operator("prefill.lists.reach", fake=_reach_shapes)
+@operator("prefill.lists", fake=_reach_shapes)
 def reach(
     q_row: Tensor,
     k_row: Tensor,
@@ -101,7 +101,7 @@ def _area_shape(row: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
     return row.new_empty(b, h)
 
 
-@operator("prefill.lists.listed_area", fake=_area_shape)
+@operator("prefill.lists", fake=_area_shape)
 def listed_area(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
@@ -146,9 +146,7 @@ def _assembled_shapes(sources: Sequence[Tensor], sizes: Sequence[int]) -> list[T
     return [sources[0].new_empty(n, dtype=kind) for n, kind in zip(sizes, KINDS, strict=True)]
 
 
-@operator(
-    "prefill.lists.assembled", serves=lambda sources, *_: runs_triton(sources[0]), fake=_assembled_shapes
-)
+@operator("prefill.lists", serves=lambda sources, *_: runs_triton(sources[0]), fake=_assembled_shapes)
 def assembled(
     sources: Sequence[Tensor], table: Sequence[int], fills: int, sizes: Sequence[int]
 ) -> list[Tensor]:

@@ -67,7 +67,7 @@ def _few(first: Tensor, *rest: object) -> bool:
     return first.shape[-1 if first.dim() < 3 else 1] <= MOST and runs_triton(first)
 
 
-@operator("stream.scored", serves=_few)
+@operator("stream", serves=_few)
 def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     """[R, C] float32: keys [R, C, d] times queries [R, d] float32; if `cosine` of both at length one."""
     key = key.float()
@@ -77,7 +77,7 @@ def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     return score
 
 
-@operator("stream.outside", serves=_few)
+@operator("stream", serves=_few)
 def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     """[R, V] whether `limit` entries or more are in the clusters before one, by score [R, V]; never of the first `fewest`.
     size [V]; clusters without entries come last."""
@@ -89,7 +89,7 @@ def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     return found.scatter_(1, order, before >= limit)
 
 
-@operator("stream.ordered", serves=_few)
+@operator("stream", serves=_few)
 def ordered(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def ordered(
     return score, preceding(score, size)
 
 
-@operator("stream.selected", serves=_few)
+@operator("stream", serves=_few)
 def selected(
     before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -127,7 +127,7 @@ def selected(
     return chosen, found[1, :ahead] if len(found) > 1 else None
 
 
-@operator("stream.stand_ins", serves=_few)
+@operator("stream", serves=_few)
 def stand_ins(
     score: Tensor,
     picked: Tensor,
@@ -191,13 +191,13 @@ def mean(rows: Tensor, count: Tensor | None) -> Tensor:
     return torch.where(inside, rows.float(), 0.0).sum(-2) / count
 
 
-@operator("stream.folded", serves=runs_triton_in_float32)
+@operator("stream", serves=runs_triton_in_float32)
 def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
     """[G * D] float32: the mean of rows [H, n, D] over the words (None: over all), the H / G heads of a group summed."""
     return mean(rows, count).view(groups, -1, rows.shape[2]).sum(1).flatten()
 
 
-@operator("stream.moved", serves=runs_triton_in_float32)
+@operator("stream", serves=runs_triton_in_float32)
 def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
     """[n, E]: rows `words` plus `known` [E] float32, rounded first. The mean of the words goes into `before` [E]; what it is
     more than what was there, into `seen` [E]."""
@@ -208,7 +208,7 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
     return words + known.to(words.dtype)
 
 
-@operator("stream.foretold")
+@operator("stream")
 def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
     """[n] `table` [m] at `entries` [n], different ones (-1: the last place), if that is below `slots` [1] and not negative;
     -1 otherwise. Where it is, the i-th is now at `begin` [1] + i, says the table. All long; the last place is anything."""
@@ -224,7 +224,7 @@ def grain_of(slab: Sequence[Tensor]) -> int:
     return math.gcd(*(one.data_ptr() for one in slab))
 
 
-@operator("stream.gather_units", mutates=("out",), fake=lambda: None)
+@operator("stream", mutates=("out",), fake=lambda: None)
 def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor, grain: int = 0) -> None:
     """Bring units of keys and values from host memory into `out`, in the order of `slot`; one launch where Triton runs.
 

@@ -26,7 +26,7 @@ def _attend_shape(query: Tensor) -> Tensor:
     return query.new_empty(B, n, H, D).transpose(1, 2)
 
 
-@operator("decode.decode_attend", serves=runs_triton_in_float32, fake=_attend_shape)
+@operator("decode", serves=runs_triton_in_float32, fake=_attend_shape)
 def decode_attend(
     query: Tensor,
     key: Tensor,
@@ -69,12 +69,7 @@ def _turn_shape(rows: Tensor, key: Tensor) -> Tensor:
     return rows.new_empty(B, n, width // D - 2 * G, D).transpose(1, 2)
 
 
-@operator(
-    "decode.turn_rows",
-    serves=runs_triton_in_float32,
-    mutates=("key", "value"),
-    fake=_turn_shape,
-)
+@operator("decode", serves=runs_triton_in_float32, mutates=("key", "value"), fake=_turn_shape)
 def turn_rows(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
@@ -107,7 +102,7 @@ def _project_shape(x: Tensor, weight: Sequence[Tensor], gated: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight[0].shape[0] if gated else sum(w.shape[0] for w in weight))
 
 
-@operator("decode.project_rows", serves=reads_weights, fake=_project_shape)
+@operator("decode", serves=reads_weights, fake=_project_shape)
 def project_rows(
     x: Tensor,
     weight: Sequence[Tensor],
@@ -141,7 +136,7 @@ def _pass_shapes(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     return x.new_empty(residual.shape), x.new_empty(residual.shape), squares
 
 
-@operator("decode.pass_rows", serves=reads_weights, fake=_pass_shapes)
+@operator("decode", serves=reads_weights, fake=_pass_shapes)
 def pass_rows(
     x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +157,7 @@ def _enter_shape(x: Tensor, weight: Sequence[Tensor], columns: Tensor, key: Tens
     return x.new_empty(B, n, weight[0].shape[0] // D, D).transpose(1, 2)
 
 
-@operator("decode.enter_rows", serves=reads_weights, mutates=("key", "value"), fake=_enter_shape)
+@operator("decode", serves=reads_weights, mutates=("key", "value"), fake=_enter_shape)
 def enter_rows(
     x: Tensor,
     weight: Sequence[Tensor],

@@ -34,22 +34,22 @@ def reduces(device: torch.device, dtype: torch.dtype, queries: int, size: int) -
     return known and 0 < queries <= MOST_QUERIES and size <= 256 and operators.usable(device) is None
 
 
-def _kernel(name: str) -> Callable[[Callable[P, R]], operators.Operator[P, R]]:
+def _kernel(fake: Callable[P, R]) -> operators.Operator[P, R]:
     """An operator that its kernel alone serves, made of its fake."""
-    return lambda fake: operators.Operator(fake, f"prefill.{name}", lambda *_: True, fake, ())
+    return operators.Operator(fake, "prefill.estimate", lambda *_: True, fake, ())
 
 
 def _heads(query: Tensor, key: Tensor, pooled: bool) -> tuple[int, int]:
     return query.shape[0], key.shape[1] if pooled else query.shape[1]
 
 
-@_kernel("estimate.row_totals")
+@_kernel
 def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width: int) -> Tensor:
     """[B, H, L] float32: the log-sum-exp of the scores of each query; -inf of one that sees nothing."""
     return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-@_kernel("estimate.line_sums")
+@_kernel
 def line_sums(
     query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, total: Tensor | None, width: int, pooled: bool
 ) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def line_sums(
     return columns, torch.empty_like(columns)
 
 
-@_kernel("grid.class_phases")
+@_kernel
 def class_phases(
     query: Tensor,
     key: Tensor,
@@ -88,7 +88,7 @@ def class_phases(
     return line, torch.empty_like(line), query.new_empty(spread, dtype=torch.float32)
 
 
-@_kernel("grid.stride_scores")
+@_kernel
 def stride_scores(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
     """[B, H, high - low + 1] float32: what the heaviest class of lines of each stride weighs under `score`, over the kinds.
 

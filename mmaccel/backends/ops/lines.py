@@ -16,7 +16,7 @@ def _strongest_shapes(columns: Tensor, vertical: int, slash: int) -> tuple[Tenso
     return tuple(columns.new_empty(B, H, min(k, n), dtype=torch.int64) for k in (vertical, slash))
 
 
-@operator("prefill.lines.strongest", fake=_strongest_shapes)
+@operator("prefill.lines", fake=_strongest_shapes)
 def strongest(
     columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
 ) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def _line_shapes(row: Tensor, columns: Tensor, block: int) -> tuple[Tensor, ...]
     return left, kind, left.new_empty(B, H, N, dtype=torch.bool), k_row, torch.empty_like(k_row)
 
 
-@operator("prefill.lines.line_keys", fake=_line_shapes)
+@operator("prefill.lines", fake=_line_shapes)
 def line_keys(
     row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -82,7 +82,7 @@ def _run_shapes(
     return row, kept.new_empty(room, dtype=torch.int32)
 
 
-@operator("prefill.lines.slash_runs", fake=_run_shapes)
+@operator("prefill.lines", fake=_run_shapes)
 def slash_runs(
     kept: Tensor,
     shape: Tensor,
@@ -162,7 +162,7 @@ def _class_shapes(queries: Tensor, line: Tensor, wide: bool, columns: int, rows:
     return out + [queries.new_empty(B, H, rows) for _ in range(2 if rows else 0)]
 
 
-@operator("prefill.grid.turned_classes", fake=_class_shapes)
+@operator("prefill.lines", fake=_class_shapes)
 def turned_classes(
     queries: Tensor,
     q_begin: Tensor,

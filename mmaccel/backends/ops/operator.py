@@ -1,9 +1,9 @@
-"""What an operator is made of, its plain PyTorch form, the shapes of its results and the name of its Triton kernel; and what
-each GPU architecture runs, one table that kernels, backends, `mmaccel doctor` and the docs read.
+"""What an operator is made of: its plain PyTorch form, the shapes of its results, the module of its Triton kernel; and what
+each GPU architecture runs: one table, which kernels, backends, `mmaccel doctor` and the docs read.
 
 A file of this package defines an operator, or a few of one kind, by decorating the plain form:
 
-    @operator("decode.decode_attend", fake=lambda query: torch.empty_like(query))
+    @operator("decode", fake=lambda query: torch.empty_like(query))
     def decode_attend(query: Tensor, key: Tensor, ...) -> Tensor: ...
 
 The plain form is the meaning of the operator; its signature is the schema.
@@ -225,7 +225,7 @@ class Operator(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, plain)
         self.plain, self.op = plain, None
-        self._module, _, self._kernel = (kernel or "").rpartition(".")
+        self._kernel = kernel
         self._serves = serves
         if fake is not None:
             schema = torch.library.infer_schema(plain, mutates_args=mutates)
@@ -245,7 +245,7 @@ class Operator(Generic[P, R]):
         the device of the first argument as the current one: layers of a model may lie on several."""
         if not (self._kernel and self._serves(*args)):
             return self.plain(*args, **named)
-        launch = imported(f"mmaccel.backends.triton.{self._module}", self._kernel)
+        launch = imported(f"mmaccel.backends.triton.{self._kernel}", self.plain.__name__)
         first: Any = args[0]
         with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):  # type: ignore[no-untyped-call]
             result: R = launch(*args, **named)
@@ -261,8 +261,8 @@ def operator(
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Make an operator of its plain form.
 
-    kernel   the function in `mmaccel.backends.triton` that launches the kernel, as "room.file.function"; it takes what the
-             plain form takes, and is imported when it first serves; None for an operator without one
+    kernel   the module of `mmaccel.backends.triton` whose function of this name launches the kernel; it takes what the plain
+             form takes, and is imported when it first serves; None for an operator without one
     serves   of the arguments, whether the kernel takes them; by default, whether Triton runs where the first one lies
     fake     empty results of the right shapes, of those arguments whose names it has; None for what nobody traces
     mutates  the names of the arguments that are written to

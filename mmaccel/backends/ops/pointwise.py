@@ -21,7 +21,7 @@ def fusible(x: Tensor, *rest: object) -> bool:
 
 
 @operator(
-    "pointwise.rms_norm",
+    "pointwise",
     serves=fusible,
     fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
@@ -31,13 +31,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-@operator("pointwise.silu_times_", serves=fusible, mutates=("gate",), fake=lambda: None)
+@operator("pointwise", serves=fusible, mutates=("gate",), fake=lambda: None)
 def silu_times_(gate: Tensor, up: Tensor) -> None:
     """gate [..., I], in place: its SiLU, rounded, times up [..., I]; both contiguous."""
     gate.copy_(F.silu(gate) * up)
 
 
-@operator("pointwise.rotate_", serves=fusible, mutates=("x",), fake=lambda: None)
+@operator("pointwise", serves=fusible, mutates=("x",), fake=lambda: None)
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """x [B, H, n, D], in place: turned by cos and sin [B or 1, n, D], the halves of a head paired (RoPE, arXiv 2104.09864).
 
@@ -48,9 +48,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.copy_(x * cos[:, None] + turned * sin[:, None])
 
 
-@operator(
-    "pointwise.angles", serves=lambda places, pace, scale, dtype: dtype in HALVES and runs_triton(places)
-)
+@operator("pointwise", serves=lambda places, pace, scale, dtype: dtype in HALVES and runs_triton(places))
 def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [n, D] of `places` [n] long turning at `pace` [D / 2] float32, once for each half of a head, times
     `scale`: in one kernel on a device, as rotary embeddings of transformers make them."""

@@ -1,4 +1,4 @@
-"""Lines of heads (`ops.lines`): the strongest columns and diagonals, by many programs a head, and the key blocks they touch.
+"""The kernels of `ops.lines`, and the functions that launch them, which take what the operators of their names take.
 
 The score of the weakest line that is chosen is found digit by digit, from how many lines have each: three passes over the
 scores, one that counts what each piece of them holds, and one that writes. Counts are whole numbers: their sums have one
@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mmaccel.backends.ops import block_attend
 
@@ -38,6 +37,9 @@ ROWS = 256
 
 MARKED = 1024
 """Columns, or diagonals, of a head that a program marks."""
+
+TURNED = 1024
+"""Rows that a program of `turned_kernel` places."""
 
 
 @triton.jit
@@ -159,9 +161,8 @@ def chosen_kernel(
         tl.store(out + slot, tl.zeros_like(slot).to(tl.int64) + n, mask=none)
 
 
-def strongest(
-    columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
-) -> tuple[Tensor, Tensor]:
+def strongest(columns, diagonals, last, vertical, slash):
+    """See `ops.lines.strongest`: a kernel for each digit of a score, one that counts, one that writes."""
     B, H, n = columns.shape
     vertical, slash = min(vertical, n), min(slash, n)
     columns, diagonals, last = columns.contiguous(), diagonals.contiguous(), last.contiguous()
@@ -310,9 +311,8 @@ def gaps_kernel(
     tl.store(to + 4, tl.zeros([], tl.int64))
 
 
-def line_keys(
-    row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def line_keys(row, columns, diagonals, width, block):
+    """See `ops.lines.line_keys`: one kernel marks, one takes what is marked away."""
     (B, H, K), S, N = columns.shape, diagonals.shape[2], row.shape[1]
     P = max(K + -K % block, block)
     columns, diagonals = (t if t.stride(2) == 1 else t.contiguous() for t in (columns, diagonals))
@@ -330,17 +330,8 @@ def line_keys(
     return left, kind, kept.view(torch.bool), k_row, k_place
 
 
-def slash_runs(
-    kept: Tensor,
-    shape: Tensor,
-    member: Tensor,
-    home: Tensor,
-    reach: Tensor,
-    broken: Tensor,
-    runs: Tensor,
-    sure: Tensor,
-    block: int,
-) -> tuple[Tensor, Tensor]:
+def slash_runs(kept, shape, member, home, reach, broken, runs, sure, block):
+    """See `ops.lines.slash_runs`: the steps of each shape, the lists they make, and those of blocks that jump."""
     B, H, N = kept.shape
     C, M, G, blocks = shape.shape[1], member.shape[1], broken.shape[1], N // block
     width = blocks + 2
@@ -357,3 +348,95 @@ def slash_runs(
             BLOCK=block, TILE=ROWS, num_warps=1,
         )  # fmt: skip
     return row, index
+
+
+@triton.jit
+def _not_after(place, low, high, bound, steps):
+    """Where the first of the ascending `place` in low .. high lies that is greater than `bound`."""
+    for _ in range(steps):
+        middle = (low + high) // 2
+        open_ = low < high
+        below = open_ & (tl.load(place + middle, mask=open_, other=0) <= bound)
+        high = tl.where(open_ & (below == 0), middle, high)
+        low = tl.where(below, middle + 1, low)
+    return low
+
+
+@triton.jit(do_not_specialize=["P", "N", "V", "E", "C", "H", "room", "steps"])
+def turned_kernel(
+    q_row, q_at, q_class, q_begin, k_row, k_place, k_begin, stride, line, shift, dense, out_row, slash_at,
+    line_at, line_row, line_place, dense_row, dense_at, P, N, V, E, C, H, room, steps,
+    VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Rows, places and turned rows of one head; see `ops.lines.turned_classes`. No class has 2 ** `steps` keys."""
+    head = tl.program_id(1).to(tl.int64)
+    b = head // H
+    q_begin += b * (C + 1)
+    k_begin += b * (C + 1)
+    s = tl.load(stride + b).to(tl.int32)
+    mine, phase = tl.load(line + head).to(tl.int32), tl.load(shift + head).to(tl.int32)
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    wide = slash_at.dtype.element_ty
+
+    served = tl.load(q_begin + s)
+    here = i < served
+    source = i + tl.load(q_begin + phase)
+    source = tl.where(source >= served, source - served, source)
+    row = tl.load(q_row + b * P + source, mask=here, other=-1)
+    at = tl.load(q_at + b * P + source, mask=here, other=-1)
+    own = tl.load(q_class + b * P + source, mask=here, other=0)
+    pair = tl.where(own >= phase, own - phase, own - phase + s)
+    begin, end = tl.load(k_begin + pair), tl.load(k_begin + pair + 1)
+    led = here
+    if VERTICAL:
+        led = here & (pair != mine)
+    rank = _not_after(k_place + b * N, begin, tl.where(led, end, begin), at, steps) - begin - 1
+    if HORIZONTAL:
+        row = tl.where(own == tl.load(dense + head).to(tl.int32), -1, row)
+    there = row >= 0
+    tl.store(out_row + head * P + i, row, mask=i < P)
+    tl.store(slash_at + head * P + i, tl.where(there, pair.to(wide) * (2 * room) + rank, -1), mask=i < P)
+    if VERTICAL:
+        begin, end = tl.load(k_begin + mine), tl.load(k_begin + mine + 1)
+        source = begin + i
+        some = source < end
+        row = tl.load(k_row + b * N + source, mask=some, other=-1)
+        tl.store(line_row + head * V + i, row, mask=i < V)
+        tl.store(line_place + head * V + i, tl.where(some, i, 0).to(wide), mask=i < V)
+        low, high = tl.where(here, begin, 0), tl.where(here, end, 0)
+        rank = _not_after(k_place + b * N, low, high, at, steps) - begin - 1
+        tl.store(line_at + head * P + i, tl.where(there, rank, -1).to(wide), mask=i < P)
+
+    if HORIZONTAL:
+        full = tl.load(dense + head)
+        source = tl.load(q_begin + full) + i
+        some = source < tl.load(q_begin + full + 1)
+        row = tl.load(q_row + b * P + source, mask=some, other=-1)
+        at = tl.load(q_at + b * P + source, mask=some, other=-1)
+        tl.store(dense_row + head * E + i, row, mask=i < E)
+        tl.store(dense_at + head * E + i, at, mask=i < E)
+
+
+def turned_classes(
+    queries, q_begin, keys, k_begin, stride, line, shift, dense, room, wide, columns, rows
+):  # fmt: skip
+    """See `ops.lines.turned_classes`: one kernel, of which a program places `TURNED` rows of a head."""
+    _, B, P = queries.shape
+    N, H = keys.shape[2], line.shape[1]
+    kind = torch.int64 if wide else torch.int32
+
+    def empty(n, dtype=torch.int32):
+        return torch.empty(B, H, n, dtype=dtype, device=keys.device)
+
+    out = [empty(P), empty(P, kind)]
+    of_line = [empty(P, kind), empty(columns), empty(columns, kind)] if columns else []
+    of_dense = [empty(rows), empty(rows)] if rows else []
+    at_line, line_row, line_place = of_line or (out[1], out[0], out[1])
+    dense_row, dense_at = of_dense or (out[0], out[0])
+    turned_kernel[(triton.cdiv(max(P, columns, rows), TURNED), B * H)](
+        *queries.unbind(0), q_begin, keys[0], keys[1], k_begin, stride, line, shift, dense,
+        out[0], out[1], at_line, line_row, line_place, dense_row, dense_at,
+        P, N, columns, rows, k_begin.shape[1] - 1, H, room, room.bit_length(),
+        VERTICAL=columns > 0, HORIZONTAL=rows > 0, TILE=TURNED,
+    )  # fmt: skip
+    return out + of_line + of_dense

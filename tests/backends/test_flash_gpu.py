@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mmaccel.backends import flash, select
 from mmaccel.backends.flash import attend, tiles
-from mmaccel.backends.flash import dense as flash_dense
 from mmaccel.backends.flash.attend import block_attend
 from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.core.execute import attend_plan
@@ -120,7 +119,7 @@ def test_many_heads_of_a_group() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 300])
-@pytest.mark.parametrize("size", flash_dense.SIZES)
+@pytest.mark.parametrize("size", dense.FLASH_SIZES)
 def test_dense(size: int, start: int) -> None:
     """What dense heads take from a length on: queries at the end of the keys, heads of a group."""
     rng = torch.Generator().manual_seed(size)
@@ -129,7 +128,7 @@ def test_dense(size: int, start: int) -> None:
     query, key, value = (
         torch.randn(2, h, m, size, generator=rng).to("cuda", torch.bfloat16) for h, m in shapes
     )
-    assert flash_dense.serving(query, key, value, None)
+    assert dense.flash_serving(query, key, value, None)
     mask = torch.ones(n, start + n, dtype=torch.bool, device="cuda").tril(start)[None, None]
     exact, allowed = budget(query, key, value, mask, 0.1)
     with patch.object(dense, "FLASH_FROM", 1), patch.object(dense, "_sdpa", None):

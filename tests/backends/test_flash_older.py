@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import flash
-from mmaccel.backends.flash import dense as older
 from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.backends.ops import operator as operators
 
@@ -49,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         turned = (t.transpose(1, 2).float() for t in (q, k, v))
         return masked(*turned, mask, softmax_scale).to(q.dtype).transpose(1, 2)
 
-    monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(2, flash_attn_func, square=True))
+    monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttn(2, flash_attn_func, square=True))
     monkeypatch.setattr(dense, "OLDER_FROM", 8)
     yield found
 
@@ -134,21 +133,23 @@ def test_which_serves_a_device(
         monkeypatch.setitem(sys.modules, module, None)
     for module in there:
         stand_in(module, monkeypatch)
-    older.installed.cache_clear()
+    dense.older_installed.cache_clear()
     try:
-        found = older.kernel(torch.device("cuda"))
+        found = dense.older_flash(torch.device("cuda"))
         assert (found and found.release) == release and (found and found.square) == square
-        assert older.kernel(torch.device("cpu")) is None
+        assert dense.older_flash(torch.device("cpu")) is None
     finally:
-        older.installed.cache_clear()
+        dense.older_installed.cache_clear()
 
 
 @pytest.mark.parametrize("square", [True, False])
 def test_a_square_goes_to_what_is_faster(square: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(2, print, square))
+    monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttn(2, print, square))
     query, key, value = draw(40, 0)
-    assert bool(older.serving(query, key, value, None)) == square
-    assert older.serving(query, key, value, 30) and older.serving(query[:, :, 9:], key, value, None)
+    assert bool(dense.flash_serving(query, key, value, None)) == square
+    assert dense.flash_serving(query, key, value, 30) and dense.flash_serving(
+        query[:, :, 9:], key, value, None
+    )
 
 
 @pytest.mark.gpu
@@ -159,10 +160,10 @@ def test_a_square_goes_to_what_is_faster(square: bool, monkeypatch: pytest.Monke
 def test_the_real_one(
     release: int, size: int, start: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = older.installed(release) if torch.cuda.is_available() else None
+    call = dense.older_installed(release) if torch.cuda.is_available() else None
     if call is None or operators.why_not(f"flash_{release}", torch.device("cuda")) is not None:
         pytest.skip(f"flash-attn {release} is not installed, or does not run on this device")
-    monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(release, call, square=True))
+    monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttn(release, call, square=True))
     monkeypatch.setattr(dense, "FLASH_FROM", sys.maxsize)
     for name in ("_sdpa", "_windowed"):
         monkeypatch.setattr(dense, name, None)

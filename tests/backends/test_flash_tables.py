@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.backends import flash
-from mmaccel.backends.flash import attend, dense
+from mmaccel.backends.flash import attend
 from mmaccel.backends.flash.tiles import Tiles, finer, rooms, tiled
+from mmaccel.backends.ops import dense_attend
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL, TEST
 from mmaccel.core.errors import RecipeError
@@ -127,7 +128,7 @@ def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         for there, needed in ((True, None), (False, "it needs flash-attn 4 (pip install flash-attn-4)")):
             monkeypatch.setattr(flash, "installed", lambda there=there: there)
             assert flash.usable(CUDA) == (row.lacks["flash"] if row.lacks else needed)
-            assert dense.usable(CUDA) == (there and name in ("sm_90", "sm_100"))
+            assert dense_attend.runs_flash_4(CUDA) == (there and name in ("sm_90", "sm_100"))
 
 
 def test_kinds_agree_with_the_range() -> None:

@@ -1,5 +1,7 @@
 """Exact causal attention with the best kernel at hand, flash-attn's or SDPA's; the scores of all pairs are never held.
 
+Of flash-attn serves release 4, the fastest on Hopper and made for Blackwell; 3 or 2 where 4 does not run.
+
 Rules, in one place. Query row i stands at column ``start + i``; key n stands at column n, or at ``column[n]``. A query
 sees a valid key iff the key's column is not after its own, and, under a window, the key is less than `window` columns
 back or one of the first `sinks` columns. Padded query rows, and rows that see nothing, give zeros.
@@ -7,15 +9,20 @@ back or one of the first `sinks` columns. Padded query rows, and rows that see n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmaccel.backends.flash import dense
+from mmaccel.backends import flash
+from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import operator
-from mmaccel.backends.ops.pointwise import HALVES
 
 ROWS = 256
 """Query rows of a block where a mask has to be written out."""
@@ -39,6 +46,20 @@ FLASH_FROM = 1 << 14
 
 OLDER_FROM = 128
 """Query rows from which flash-attn is taken: 3 and 2 do not split the keys of a few rows over the device."""
+
+FLASH_SIZES = (64, 96, 128)
+"""Head sizes that flash-attn 4 serves."""
+
+OLDER_LARGEST = 256
+"""The largest head size that 3 and 2 serve, in steps of 8."""
+
+
+class FlashAttn(NamedTuple):
+    """The function of one release, and whether it computes a square (as many queries as keys) faster than PyTorch's own."""
+
+    release: int
+    call: Callable[..., Any]
+    square: bool
 
 
 @operator(None, fake=lambda query, value: query.new_empty(*query.shape[:-1], value.shape[-1]))
@@ -111,10 +132,17 @@ def _unpadded(
     aligned = end == start + n
     if window is not None and window >= start + n:
         window = None
-    if aligned and n >= OLDER_FROM and query.dtype in HALVES and not (sinks and window is not None):
-        kernel = dense.serving(query, key, value, window, four=n >= FLASH_FROM)
+    if aligned and n >= OLDER_FROM and not (sinks and window is not None):
+        kernel = flash_serving(query, key, value, window, four=n >= FLASH_FROM)
         if kernel is not None:
-            return dense.attend(kernel, query, key, value, scale, window)
+            # A query sees `window` columns, its own the last of them.
+            sides = (-1, -1) if window is None else (window - 1, 0)
+            how = {} if kernel.release == 4 else {"window_size": sides}
+            rows_first = (t.transpose(1, 2) for t in (query, key, value))
+            with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+                result = kernel.call(*rows_first, softmax_scale=scale, causal=True, **how)
+            out: Tensor = result[0] if isinstance(result, tuple) else result
+            return out.transpose(1, 2)
     if window is not None:
         return _windowed(query, key, value, scale, start, sinks, window)
     if n == 1:
@@ -237,3 +265,49 @@ def _sdpa(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+
+
+def flash_serving(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, four: bool = True
+) -> FlashAttn | None:
+    """What is there for the device of query [B, H, n, D], and takes its type and size, its heads over those of key
+    [B, G, N, D], and `window`; None also where PyTorch's own kernel was measured to be faster. With `four` release 4
+    may serve."""
+    n, size = query.shape[2:]
+    if query.dtype not in (torch.float16, torch.bfloat16) or value.shape[-1] != size:
+        return None
+    if four and window is None and size in FLASH_SIZES and runs_flash_4(query.device):
+        from flash_attn.cute import flash_attn_func
+
+        return FlashAttn(4, flash_attn_func, square=True)
+    if size > OLDER_LARGEST or size % 8 or not key.dtype == value.dtype == query.dtype:
+        return None
+    found = older_flash(query.device)
+    return found if found and (found.square or window is not None or n != key.shape[2]) else None
+
+
+def runs_flash_4(device: torch.device) -> bool:
+    """Whether flash-attn 4 computes dense attention on `device`."""
+    return operators.why_not("flash_4", device) is None and flash.installed()
+
+
+def older_flash(device: torch.device) -> FlashAttn | None:
+    """What serves `device` of 3 and 2; None where neither is installed for it, or flash-attn 4 serves it."""
+    if runs_flash_4(device):
+        return None
+    for release in (3, 2):
+        call = older_installed(release) if operators.why_not(f"flash_{release}", device) is None else None
+        if call is not None:
+            return FlashAttn(release, call, square=release == 3 or not operators.row_of(device).cudnn)
+    return None
+
+
+@cache
+def older_installed(release: int) -> Callable[..., Any] | None:
+    """`flash_attn_func` of flash-attn 3 or 2, or None."""
+    module = {3: "flash_attn_interface", 2: "flash_attn"}[release]
+    try:
+        # One that was built for another PyTorch cannot be imported; flash-attn 4 alone has the name of 2, and no function.
+        return getattr(import_module(module), "flash_attn_func", None)
+    except (ImportError, OSError):
+        return None

@@ -1,25 +1,32 @@
-"""Which backend serves a device: what is usable and why not, and one choice, made once.
+"""Which backend serves a device: what is usable and why not, and one choice, made once, by what attention costs there.
 
 On CUDA "auto" is the backend whose blocks cost least on this device at the model's shape, measured when a recipe is
-attached (in about ten seconds; kept on disk after that); from the same costs it follows for each prompt whether a pattern
-beats dense attention. On the CPU the order of `PREFERENCE` decides, and nothing is measured unless asked.
+attached (in about ten seconds; kept on disk after that): dense attention, the blocks of each backend, the making of plans.
+A cost is a line, seconds of a fixed part and seconds for each unit of work, through the times of a short and a long prompt
+of one sequence. What can be known of a prompt beforehand (`SparsePattern.max_blocks_total`, its length) then tells whether
+a pattern beats dense attention, without a look at the device. On the CPU the order of `PREFERENCE` decides, and nothing is
+measured unless asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib import import_module
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.backends import cost
-from mmaccel.backends.cost import Costs, Shape, Store
+from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part, prepare
+from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.errors import RecipeError, UnknownName
-
-__all__ = ["Choice", "Shape", "choose", "decide", "get", "usable"]
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -33,6 +40,76 @@ BACKENDS = {
 
 PREFERENCE = {"cuda": ("triton", "flash", "flex", "reference"), "cpu": ("reference", "flex")}
 """Order in which "auto" looks where nothing is measured, and in which it measures; fastest first."""
+
+LIMIT = 10.0
+"""Seconds that measuring may take."""
+
+STARTS = {"triton": 4.0, "flash": 6.0, "flex": 20.0}
+"""Seconds a backend takes to compile, about; one for which there is no time is not tried."""
+
+LENGTHS = (4096, 16384)
+"""Tokens of the two prompts that are timed."""
+
+BLOCK = 64
+"""Tokens of a block unless a pattern says otherwise."""
+
+PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "mmaccel")
+"""Whose versions costs depend on."""
+
+Bench = Callable[[Callable[[], Any], torch.device], float]
+"""Runs something as often as it wants and says how many seconds one run takes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention of one layer: query heads, key/value heads, head size, and the type of the tensors."""
+
+    heads: int
+    groups: int
+    size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of `work` units: ``fixed + each * work``."""
+
+    fixed: float
+    each: float
+
+    def __call__(self, work: float) -> float:
+        return self.fixed + self.each * work
+
+    @classmethod
+    def through(cls, short: tuple[float, float], long: tuple[float, float]) -> Line:
+        """The line through two points (work, seconds); through the longer alone where the shorter took longer."""
+        (less, early), (more, late) = short, long
+        each = (late - early) / (more - less)
+        if each <= 0:
+            return cls(0.0, late / more)
+        return cls(max(early - each * less, 0.0), each)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on one device for one shape.
+
+    dense     a unit is a causal pair of one query head
+    sparse    backend -> the same, a unit being a pair in a listed block; lists are each head's own
+    planning  making the plan of a layer; a unit is a token
+    untried   backend -> why it has no cost
+    """
+
+    dense: Line
+    sparse: dict[str, Line]
+    planning: Line = Line(0.0, 0.0)
+    untried: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Costs:
+        """From what `asdict` made of one."""
+        sparse = {name: Line(**line) for name, line in found["sparse"].items()}
+        return cls(Line(**found["dense"]), sparse, Line(**found["planning"]), dict(found["untried"]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +153,7 @@ def decide(
     *,
     plan: Callable[[int], Callable[[], Any]] | None = None,
     label: str = "",
-    block: int = cost.BLOCK,
+    block: int = BLOCK,
     measure: bool | None = None,
     store: Store | None = None,
     **how: Any,
@@ -87,7 +164,7 @@ def decide(
     block    the edge of the pattern's blocks: what a backend does not serve in such blocks is not chosen
     measure  whether "auto" measures; by default on CUDA alone
     store    where costs are kept, the user's cache folder by default
-    how      for `cost.measure`
+    how      for `measured_costs`
 
     Raises as `get` does.
     """
@@ -102,11 +179,11 @@ def decide(
         return Choice("reference", "no other computes in float64")
     kept = store if store is not None else Store()
     tried = tuple(n for n in names if n != "reference") or names
-    key = cost.key_of(device, shape, tried, f"{label} in blocks of {block}")
+    key = key_of(device, shape, tried, f"{label} in blocks of {block}")
     costs = kept.get(key)
     again = costs is not None
     if costs is None or not costs.sparse:
-        costs = cost.measure(device, shape, {n: get(n, device) for n in tried}, plan, block=block, **how)
+        costs = measured_costs(device, shape, {n: get(n, device) for n in tried}, plan, block=block, **how)
         kept.put(key, costs)
     if not costs.sparse:
         return Choice("reference", ", ".join(f"{n}: {reason}" for n, reason in costs.untried.items()), None)
@@ -147,7 +224,7 @@ def _candidates(device: torch.device) -> Iterator[str]:
 
 
 def _reason(costs: Costs, best: str, shape: Shape, again: bool) -> str:
-    def rate(line: cost.Line) -> str:
+    def rate(line: Line) -> str:
         return f"{4 * shape.size / line.each / 1e12:.3g} TFLOP/s"
 
     told = [f"{name} {rate(line)}" for name, line in costs.sparse.items()]
@@ -163,3 +240,153 @@ def _why_not(name: str, device: torch.device) -> str | None:
         return f"it needs {error.name or error}"
     reason: str | None = module.usable(device)
     return reason
+
+
+def bench(run: Callable[[], Any], device: torch.device) -> float:
+    """The median of five runs after two that do not count; by events on CUDA."""
+    taken: list[float] = []
+    for _ in range(7):
+        if device.type != "cuda":
+            began = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - began)
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(device)
+        taken.append(float(begin.elapsed_time(end)) / 1e3)
+    return statistics.median(taken[2:])
+
+
+def measured_costs(
+    device: torch.device,
+    shape: Shape,
+    backends: Mapping[str, Callable[..., tuple[Tensor, Tensor]]],
+    plan: Callable[[int], Callable[[], Any]] | None = None,
+    *,
+    bench: Bench = bench,
+    clock: Callable[[], float] = time.perf_counter,
+    limit: float = LIMIT,
+    lengths: tuple[int, int] = LENGTHS,
+    block: int = BLOCK,
+) -> Costs:
+    """Time dense attention, the backends in their order on blocks of `block` tokens, and `plan(tokens)()`, in about `limit`
+    seconds."""
+    began = clock()
+    tensors = {n: _tensors(shape, n, device) for n in lengths}
+    scale = shape.size**-0.5
+
+    def line(make: Callable[[int], tuple[float, Callable[[], Any]]]) -> Line:
+        (short, first), (long, second) = (make(n) for n in lengths)
+        return Line.through((short, bench(first, device)), (long, bench(second, device)))
+
+    def dense(n: int) -> tuple[float, Callable[[], Any]]:
+        return shape.heads * n * (n + 1) / 2, lambda: dense_attend(*tensors[n], scale)
+
+    def planning(n: int) -> tuple[float, Callable[[], Any]]:
+        assert plan is not None
+        return n, plan(n)
+
+    costs_dense = line(dense)
+    costs_plan = Line(0.0, 0.0) if plan is None else line(planning)
+    found: dict[str, Line] = {}
+    untried: dict[str, str] = {}
+    for name, kernel in backends.items():
+        if found and clock() - began + STARTS.get(name, 0.0) > limit:
+            untried[name] = (
+                f"it takes about {STARTS[name]:.0f} s to start" if name in STARTS else "no time was left"
+            )
+            continue
+
+        def blocks(n: int, kernel: Callable[..., Any] = kernel) -> tuple[float, Callable[[], Any]]:
+            listed, part = near_blocks(n, shape.heads, device, block)
+            made = prepare(kernel, part, *tensors[n][:2], block, block, 0)
+            return listed * block**2, lambda: kernel(*tensors[n], *part.pack(), block, block, scale, 0, *made)
+
+        try:
+            found[name] = line(blocks)
+        except Exception as error:  # whatever a compiler or a device may raise: another backend serves then
+            untried[name] = f"it failed with {type(error).__name__}"
+    return Costs(costs_dense, found, costs_plan, untried)
+
+
+def _tensors(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        drawn = torch.randn(1, n, heads, shape.size, generator=generator, device=device)
+        return drawn.to(shape.dtype).transpose(1, 2)
+
+    return draw(shape.heads), draw(shape.groups), draw(shape.groups)
+
+
+def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, Part]:
+    """A part in which each block of `size` queries lists the nearest eighth of the blocks; with how many it lists."""
+    m = n // size
+    block = torch.arange(m, device=device)
+    count = (block + 1).clamp(max=max(1, m // 8))
+    upto, none = count.cumsum(0), torch.zeros_like(count)
+    index = torch.arange(int(upto[-1]), device=device) - (upto - block - 1).repeat_interleave(count)
+    # Each head has lists of its own, and the last block of each is tested.
+    begin = torch.arange(heads, device=device)[:, None] * len(index) + upto - count
+    row = torch.stack([begin, *(t.expand_as(begin) for t in (count, none, count - 1, none))], -1)[None]
+    pos = torch.arange(m * size, dtype=torch.int32, device=device).view(1, 1, -1)
+    kind = torch.full((1, 1, m), FULL, dtype=torch.int8, device=device)
+    lists = BlockLists(row, index.repeat(heads).to(torch.int32), kind)
+    rows = pos.expand(1, heads, -1).contiguous()
+    return heads * len(index), Part(rows, (KeySpan(pos, pos, pos, 0, 2**31 - 1, lists),))
+
+
+class Store:
+    """Costs on disk, one JSON file: by device, shape, versions, and a label for what was planned."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self.path = path if path is not None else Path(home) / "mmaccel" / "costs.json"
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def get(self, key: str) -> Costs | None:
+        """What is kept under `key`; None where nothing is, or nothing that can be read."""
+        try:
+            return Costs.of(self._all()[key])
+        except (KeyError, TypeError, AttributeError):
+            return None
+
+    def put(self, key: str, costs: Costs) -> None:
+        """Keep `costs`; where nothing can be written, they are measured again next time."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            whole = {**self._all(), key: asdict(costs)}
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path.parent, delete=False, encoding="utf-8"
+            ) as file:
+                json.dump(whole, file, indent=1)
+            os.replace(file.name, self.path)
+        except OSError:
+            return
+
+    def _all(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label: str) -> str:
+    """What costs depend on, as text."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    sizes = f"{shape.heads} heads, {shape.groups} groups, size {shape.size}, {str(shape.dtype).removeprefix('torch.')}"
+    versions = " ".join(f"{package} {_version(package)}" for package in PACKAGES)
+    return " | ".join((name, sizes, versions, "+".join(backends), label))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

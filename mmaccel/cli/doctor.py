@@ -13,7 +13,6 @@ import torch
 from typer import Option
 
 from mmaccel.backends import select
-from mmaccel.backends.cost import Store
 from mmaccel.backends.ops import operator as operators
 from mmaccel.cli.console import print_json, say
 from mmaccel.models import shipped
@@ -64,7 +63,7 @@ def examine() -> dict[str, Any]:
         package = "flash-attn-4" if name == "flash" else DENSE.get(name, "triton")
         if kernels[what] is None and versions[package] is None and name != "captured":
             kernels[what] = f"{package} is not installed"
-    broken, store = next((one for one in problems if one.startswith("av ")), None), Store()
+    broken, store = next((one for one in problems if one.startswith("av ")), None), select.Store()
     return {
         "problems": list(dict.fromkeys(problems)),
         "versions": versions,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import cost, flex, reference, select
+from mmaccel.backends import flex, reference, select
 from mmaccel.core.errors import RecipeError, UnknownName
 
 
@@ -69,7 +69,7 @@ class Stopwatch:
 
 
 def decided(tmp_path: Path, watch: Stopwatch, **named: Any) -> select.Choice:
-    store = cost.Store(tmp_path / "deep" / "costs.json")
+    store = select.Store(tmp_path / "deep" / "costs.json")
     how = dict(SMALL, bench=watch, clock=watch.clock)
     return select.decide("auto", "cpu", SHAPE, measure=True, store=store, **how, **named)
 
@@ -79,7 +79,7 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two backends on the CPU that are worth measuring."""
     monkeypatch.setitem(select.BACKENDS, "rival", "mmaccel.backends.reference")
     monkeypatch.setitem(select.PREFERENCE, "cpu", ("rival", "flex", "reference"))
-    monkeypatch.setitem(cost.STARTS, "flex", 2.0)
+    monkeypatch.setitem(select.STARTS, "flex", 2.0)
 
 
 def test_auto_takes_the_cheapest(rivals: None, tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_costs_are_measured_once(rivals: None, tmp_path: Path) -> None:
         "cpu",
         other,
         measure=True,
-        store=cost.Store(tmp_path / "deep" / "costs.json"),
+        store=select.Store(tmp_path / "deep" / "costs.json"),
         bench=watch,
         **SMALL,
     )
     assert watch.asked == 6
     keys = {
-        cost.key_of(torch.device("cpu"), s, ("a",), "b")
+        select.key_of(torch.device("cpu"), s, ("a",), "b")
         for s in (SHAPE, other, dataclasses.replace(SHAPE, dtype=torch.half))
     }
     assert len(keys) == 3 and all(f"torch {version('torch')} " in key for key in keys)
@@ -166,18 +166,18 @@ def test_dense_wherever_a_pattern_would_not_win(rivals: None, tmp_path: Path) ->
 
 
 def test_dense_wins_a_tie() -> None:
-    line = cost.Line(1.0, 2.0)
-    choice = select.Choice("rival", "", cost.Costs(line, {"rival": line}))
+    line = select.Line(1.0, 2.0)
+    choice = select.Choice("rival", "", select.Costs(line, {"rival": line}))
     assert not choice.pays(5.0, 5.0, 7.0) and choice.pays(4.9, 5.0, 7.0)
 
 
 def test_a_line_through_noise_stays_a_cost() -> None:
-    assert cost.Line.through((10, 3.0), (20, 2.0)) == cost.Line(0.0, 0.1)
-    assert cost.Line.through((10, 1.0), (20, 4.0)).fixed == 0.0
+    assert select.Line.through((10, 3.0), (20, 2.0)) == select.Line(0.0, 0.1)
+    assert select.Line.through((10, 1.0), (20, 4.0)).fixed == 0.0
 
 
 def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:
-    store = cost.Store(tmp_path / "costs.json")
+    store = select.Store(tmp_path / "costs.json")
     choice = select.decide("auto", "cpu", SHAPE, store=store, bench=Stopwatch())
     assert (
         choice.backend == select.choose("cpu")
@@ -193,11 +193,13 @@ def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_real_times_make_a_choice(tmp_path: Path) -> None:
     """The parts that are timed are attention: their rows see the nearest eighth of the blocks."""
-    choice = select.decide("auto", "cpu", SHAPE, measure=True, store=cost.Store(tmp_path / "c.json"), **SMALL)
+    choice = select.decide(
+        "auto", "cpu", SHAPE, measure=True, store=select.Store(tmp_path / "c.json"), **SMALL
+    )
     assert (
         choice.backend in ("reference", "flex") and choice.costs is not None and choice.costs.dense.each > 0
     )
-    listed, part = cost.near_blocks(1024, 2, torch.device("cpu"))
+    listed, part = select.near_blocks(1024, 2, torch.device("cpu"))
     assert listed == 2 * (1 + 2 * 15)
     query, key, value = (
         torch.randn(1, h, 1024, 16, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmaccel.backends import reference, select
-from mmaccel.backends.cost import Costs, Line
 from mmaccel.backends.ops.dense_attend import dense_attend
+from mmaccel.backends.select import Costs, Line
 from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.recipe import Recipe

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmaccel.backends import reference, select
-from mmaccel.backends.cost import Costs, Line
+from mmaccel.backends.select import Costs, Line
 from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.recipe import Recipe

@@ -27,7 +27,7 @@ from timing import Log, compare, measure
 
 from mmaccel.policies.kv._prefetch import Prefetcher
 from mmaccel.policies.kv.store import HostStore, Shape
-from mmaccel.policies.kv.store.transfer import in_units
+from mmaccel.policies.kv.store.slabs import in_units
 
 RUNS = (1, 4, 16)
 WAYS = ("pieces", "gather", "index")
@@ -52,8 +52,8 @@ class CopiesEach(HostStore):
         wire.wait(self.lanes.compute.mark())
         began = wire.mark(timed=True)
         wire.run(work)
-        self.lanes.compute.wait(self._wire._note("seconds_in", began))
-        self._wire.count(fetches=1, copies_in=2 * len(units), bytes_in=len(units) * self.shape.nbytes)
+        self.lanes.compute.wait(self._end("seconds_in", began, fetches=1, copies_in=2 * len(units)))
+        self.crossed(len(units))
         return out[0], out[1]
 
 
@@ -91,7 +91,7 @@ def question(store: HostStore, asked: list[list[int]], way: str) -> Callable[[],
     def run() -> None:
         for layer, units in enumerate(asked):
             if way == "index":
-                store.lanes.compute.wait(store.gather(store.rows()[layer][index[layer]], out)[1])
+                store.lanes.compute.wait(store.gather(store.table.rows()[layer][index[layer]], out)[1])
                 store.crossed(len(units))
             else:
                 fetch(store, layer, units, out)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The fields of windowed memories whose older units lie on the host; `rekv` and `mosaic` are two choices of them.
+"""The fields of memories that keep units on the host; `rekv` and `mosaic` are two choices of those with a window.
 
 Their parts are fields: how units are found (`index`), retrieval while the stream is encoded, summary tokens, the cache and
 the prefetch.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown, warn
-from mmaccel.core.kv import Stream, StreamState
+from mmaccel.core.kv import Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import policy as built
+from mmaccel.core.registry import with_base_dir
 from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv._window import WindowedPolicy
-from mmaccel.policies.kv.store import HostPolicy
+from mmaccel.policies.kv.store import HostStore, Shape, Spill
 
 Prefetch = Literal["off", "query", "projected"]
 
@@ -84,6 +86,37 @@ def upgraded(who: str, fields: Mapping[str, Any], former: Mapping[str, Former], 
     told = ", ".join(f"{name}: {value}" for name, value in given["index"].items())
     warn(f"{who}: {', '.join(moved)} moved to the index; write index: {{{told}}}.")
     return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPolicy(StreamPolicy):
+    """The fields of a memory that keeps units on the host.
+
+    host_bytes  host memory at most; None: as much as the host can spare
+    spill       what happens when it is used up: "refuse", "disk", or "drop_oldest", which forgets the oldest frames for
+                good as new ones come, also where the `watch` that brings these fails later
+    folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
+    """
+
+    spills: ClassVar[tuple[Spill, ...]] = get_args(Spill)
+
+    host_bytes: int | None = None
+    spill: Spill = "refuse"
+    folder: str | None = None
+
+    @classmethod
+    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        return with_base_dir(fields, folder, "folder")
+
+    def __post_init__(self) -> None:
+        check_least(self, 0, "host_bytes")
+        why = "" if "drop_oldest" in self.spills else ", for it keeps everything"
+        check_choice(self.name, "spill", self.spill, self.spills, why)
+
+    def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
+        """An empty store of a stream's units."""
+        shape = Shape(geometry.layers, geometry.kv_heads, stream.unit, geometry.head_dim, stream.dtype)
+        return HostStore(shape, device, cap=self.host_bytes, spill=self.spill, folder=self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from mmaccel.core.kv import grow_buffer
 from mmaccel.core.positions import PositionIds
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.store.pinned_slabs import on_device
+from mmaccel.policies.kv.store.slabs import on_device
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry

@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from mmaccel.backends.ops import clusters
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store import HostStore
-from mmaccel.policies.kv.store.pinned_slabs import on_device
-from mmaccel.policies.kv.store.transfer import Mark, in_units
+from mmaccel.policies.kv.store.slabs import Mark, in_units, on_device
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
 WINDOW, CACHE, AHEAD = "window", "cache", "ahead"
@@ -91,7 +90,7 @@ class Prefetcher:
     def begin(self, first: int) -> None:
         """Entries of layers will be asked for, of which those from `first` on are in the window."""
         self._first = first
-        begins, rows = self._begins(), self._store.rows()
+        begins, rows = self._begins(), self._store.table.rows()
         told = [self._store.slot_count, begins[AHEAD]]
         if told != self._told:
             self._told = told
@@ -179,7 +178,7 @@ class Prefetcher:
         if count:
             place = self._place(CACHE)[layer * self.room :][:count]
             units = in_units(rows, self._store.shape.tokens)[:, :, skip:].permute(2, 0, 1, 3, 4)
-            self._store.lanes.compute.run(partial(_copy, place, units))
+            self._store.lanes.compute.run(partial(place.copy_, units))
             self._cached[layer, :count] = entries[skip:]
             self._cached[layer, count:].fill_(NEVER)
 
@@ -259,7 +258,7 @@ class Prefetcher:
 
     def _begins(self) -> dict[str, int]:
         """The code of the first unit of each place."""
-        begin, per, found = self._store.slot_count, self._store.slab_slots, dict[str, int]()
+        begin, per, found = self._store.slot_count, self._store.slabs.per, dict[str, int]()
         for name, units in self._sizes.items():
             found[name] = begin
             begin += -(-units // per) * per
@@ -340,7 +339,3 @@ class QueryPrediction:
         if self._reached > 0:
             self._known[: self._reached] = self._seen[: self._reached]
         self._reached = -1
-
-
-def _copy(place: Tensor, units: Tensor) -> None:
-    place.copy_(units)

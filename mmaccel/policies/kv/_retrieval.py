@@ -23,8 +23,7 @@ from mmaccel.policies.kv._index import Chosen, Found, Index, closed_up, summary_
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv._window import Angles, Asked, Bases, Look, Pair, words_of
 from mmaccel.policies.kv._windowed import StreamMemory
-from mmaccel.policies.kv.store.pinned_slabs import on_device
-from mmaccel.policies.kv.store.transfer import in_units
+from mmaccel.policies.kv.store.slabs import in_units, on_device
 
 ALL = 1 << 62
 """As many summary tokens as there are clusters."""

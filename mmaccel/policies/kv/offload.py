@@ -13,9 +13,10 @@ from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import Stream, StreamPass, StreamState, grow_buffer
 from mmaccel.core.registry import register
+from mmaccel.policies.kv._archived import HostPolicy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.full import WholeStream
-from mmaccel.policies.kv.store import HostPolicy, Spill
+from mmaccel.policies.kv.store import Spill
 
 
 @register("kv", "offload")

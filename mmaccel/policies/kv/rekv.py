@@ -18,7 +18,7 @@ from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
 from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.store.transfer import in_units
+from mmaccel.policies.kv.store.slabs import in_units
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry

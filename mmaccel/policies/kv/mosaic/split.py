@@ -17,7 +17,7 @@ from mmaccel.backends.ops.clusters import gather_units
 from mmaccel.core.kv import grow_buffer
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, pooled, summary
-from mmaccel.policies.kv.store.transfer import in_units
+from mmaccel.policies.kv.store.slabs import in_units
 
 LIFT = 2.0
 """The last coordinate of a point, in root mean square lengths of the first points. Mosaic (V-B) has none (0): angles alone.

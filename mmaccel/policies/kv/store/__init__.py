@@ -1,6 +1,6 @@
-"""Where streams keep what leaves the device: host memory, the ways across the wire, double buffering."""
+"""Where streams keep what leaves the device: host memory, and the ways across the wire."""
 
-from mmaccel.policies.kv.store.host import HostPolicy, HostStore, Spill
-from mmaccel.policies.kv.store.pinned_slabs import Shape
+from mmaccel.policies.kv.store.host import HostStore, Spill
+from mmaccel.policies.kv.store.slabs import Shape
 
-__all__ = ["HostPolicy", "HostStore", "Shape", "Spill"]
+__all__ = ["HostStore", "Shape", "Spill"]

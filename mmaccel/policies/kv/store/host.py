@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mmaccel.backends.ops.clusters import gather_units, grain_of
 from mmaccel.core import checkpoint_io, outside
-from mmaccel.core.errors import RecipeError, StoreError, check_choice, check_least, shown
-from mmaccel.core.kv import StreamPolicy
-from mmaccel.core.registry import with_base_dir
-from mmaccel.policies.kv.store.pinned_slabs import SLAB_BYTES, Shape, Slabs, SlotTable
-from mmaccel.policies.kv.store.transfer import CudaLanes, Lanes, Mark, Wire, in_units
-
-if TYPE_CHECKING:
-    from mmaccel.core.adapter import Geometry
-    from mmaccel.core.kv import Stream
+from mmaccel.core.errors import ModelError, StoreError, shown
+from mmaccel.policies.kv.store.slabs import (
+    SLAB_BYTES,
+    Lanes,
+    Mark,
+    Shape,
+    Slabs,
+    SlotTable,
+    in_units,
+    on_device,
+)
 
 Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
@@ -36,46 +39,20 @@ INDEX = "store.json"
 FILE_BYTES = 256 * 2**20
 MOST = 1 << 31
 """Units are numbers below this."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostPolicy(StreamPolicy):
-    """The fields of a memory that keeps units on the host.
-
-    host_bytes  host memory at most; None: as much as the host can spare
-    spill       what happens when it is used up: "refuse", "disk", or "drop_oldest", which forgets the oldest frames for
-                good as new ones come, also where the `watch` that brings these fails later
-    folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
-    """
-
-    spills: ClassVar[tuple[Spill, ...]] = get_args(Spill)
-
-    host_bytes: int | None = None
-    spill: Spill = "refuse"
-    folder: str | None = None
-
-    @classmethod
-    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        return with_base_dir(fields, folder, "folder")
-
-    def __post_init__(self) -> None:
-        check_least(self, 0, "host_bytes")
-        why = "" if "drop_oldest" in self.spills else ", for it keeps everything"
-        check_choice(self.name, "spill", self.spill, self.spills, why)
-
-    def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
-        """An empty store of a stream's units."""
-        shape = Shape(geometry.layers, geometry.kv_heads, stream.unit, geometry.head_dim, stream.dtype)
-        return HostStore(shape, device, cap=self.host_bytes, spill=self.spill, folder=self.folder)
+PENDING = 512
+"""Timed transfers that may await being read; then the oldest are waited for, so that events do not pile up."""
+COUNTED = ("puts", "copies_out", "bytes_out", "fetches", "copies_in", "bytes_in", "gathers", "disk_in")
 
 
 class HostStore:
     """Keys and values of units (frames, or what a stream takes at a time) of all layers in the memory of the host.
 
     A unit of a layer is P tokens of G kv heads of size D, keys and values side by side, so that it crosses the wire as one
-    piece. Units are numbered by the caller, from 0; unit numbers may have gaps and need not be the same in every layer. All
-    methods but `counters`, `settle`, `save`, `load`, `close` and whatever touches the disk return before the transfers they
-    began have ended; what is returned may be used on the stream that is current.
+    piece: out by a copy for each run of slots, in by one launch that reads host memory by an index, or, where there are
+    files, which a device cannot read, by copies of runs. Units are numbered by the caller, from 0; numbers may have gaps and
+    need not be the same in every layer. All device work goes through `lanes`: all methods but `counters`, `settle`, `save`,
+    `load`, `close` and whatever touches the disk return before the transfers they began have ended; what is returned may be
+    used on the stream that is current.
 
     device      where units come from and go to; its host memory is pinned on CUDA, and plain elsewhere
     cap         bytes of host memory at most; None: as much as the host can spare
@@ -99,24 +76,21 @@ class HostStore:
         slab_bytes: int = SLAB_BYTES,
         lanes: Lanes | None = None,
     ) -> None:
-        for field, number in {**vars(shape), "slab_bytes": slab_bytes}.items():
-            if field != "dtype" and number < 1:
-                raise RecipeError(f"host store: {field} is {number}; give at least 1.")
-        if cap is not None and cap < 0:
-            raise RecipeError(f"host store: cap is {cap} bytes; give at least 0, or None.")
-        check_choice("host store", "spill", spill, get_args(Spill))
         self.shape, self.device, self.spill = shape, torch.device(device), spill
-        self._options = dict(cap=cap, spill=spill, folder=folder, slab_bytes=slab_bytes)
-        on_cuda = self.device.type == "cuda"
-        self.lanes = lanes or (CudaLanes(self.device) if on_cuda else Lanes())
-        place = None if folder is None else Path(folder)
-        self._slabs = Slabs(shape, on_cuda, slab_bytes, cap, spill == "disk", place)
-        self._wire = Wire(shape, self._slabs, self.lanes, self.device)
-        self._table = SlotTable(shape.layers, self.device)
+        self.lanes = lanes or Lanes(self.device)
+        place, on_cuda = None if folder is None else Path(folder), self.device.type == "cuda"
+        self.slabs = Slabs(shape, on_cuda, slab_bytes, cap, spill == "disk", place)
+        self.table = SlotTable(shape.layers, self.device)
         self._closed, self._dropped = False, 0
+        # What a gather reads: its places, the slabs and these, what divides their addresses, and on the device, made and
+        # read on the wire's lane alone, the bytes from the first slab to each.
+        self._laid: tuple[Sequence[Tensor], list[Tensor], int, list[Tensor]] | None = None
+        self._counts = dict.fromkeys((*COUNTED, "seconds_in", "seconds_out"), 0.0)
+        self._timed: list[tuple[str, Mark, Mark]] = []
 
     # Units in and out.
 
+    @torch.no_grad()
     def put(self, layer: int, units: Sequence[int], key: Tensor, value: Tensor) -> list[int]:
         """Store `units` of a layer; key, value [G, n * P, D] (or with a batch of 1 before), unit after unit.
 
@@ -128,21 +102,25 @@ class HostStore:
         if len(set(units)) < len(units) or any(unit < 0 for unit in units):
             raise StoreError("host store: units to store are different numbers from 0 on; number each once.")
         for unit in units:
-            if self._table.look(layer, unit) >= 0:
+            if self.table.look(layer, unit) >= 0:
                 raise StoreError(f"host store: layer {layer} holds unit {unit} already; drop it first.")
         if not units:
             return []
-        with torch.no_grad():
-            # First what may fail on the device: nothing has been forgotten or noted yet.
-            packed = torch.empty(len(units), *self.shape.unit, dtype=self.shape.dtype, device=self.device)
+        # First what may fail on the device: nothing has been forgotten or noted yet.
+        packed = torch.empty(len(units), *self.shape.unit, dtype=self.shape.dtype, device=self.device)
 
-            def pack() -> None:
-                for side, tensor in enumerate((key, value)):
-                    packed[:, side] = in_units(tensor, self.shape.tokens).transpose(0, 1)
+        def pack() -> None:
+            for side, tensor in enumerate((key, value)):
+                packed[:, side] = in_units(tensor, self.shape.tokens).transpose(0, 1)
 
-            self.lanes.compute.run(pack)
-            gone = self._make_room(len(units), len(units), keep=units)
-            self._wire.write(self._table.put(layer, units), packed)
+        self.lanes.compute.run(pack)
+        gone = self._make_room(len(units), len(units), keep=units)
+        entries = self.slabs.entries(self.table.put(layer, units))
+        _, began = self._begin(packed)
+        for entry, part in zip(entries, packed.split([len(one) for one in entries]), strict=True):
+            self.lanes.wire.run(partial(entry.copy_, part, non_blocking=True))
+        nbytes = len(units) * self.shape.nbytes
+        self._end("seconds_out", began, puts=1, copies_out=len(entries), bytes_out=nbytes)
         return gone
 
     @torch.no_grad()
@@ -153,37 +131,69 @@ class HostStore:
         out     [2, G, n * P, D], what to write to: keys, then values; the last two dimensions dense
         """
         self._open()
-        out = self.buffer(len(units)) if out is None else out
-        self.lanes.compute.wait(self._wire.read([self._slot(layer, unit) for unit in units], out))
-        return out[0], out[1]
+        target = self.buffer(len(units)) if out is None else out
+        slots = [self._slot(layer, unit) for unit in units]
+        if not slots:
+            return target[0], target[1]
+        if self.indexed:
+            _, ended = self.gather(on_device(slots, self.device), target)
+        else:
+            # Ascending runs into a piece of device memory, few and large; from there to their places.
+            order = sorted(range(len(slots)), key=slots.__getitem__)
+            entries = self.slabs.entries([slots[i] for i in order])
+
+            def work() -> None:
+                staged = target.new_empty(len(slots), *self.shape.unit)
+                for place, entry in zip(staged.split([len(one) for one in entries]), entries, strict=True):
+                    place.copy_(entry, non_blocking=True)
+                index = on_device(order, self.device)
+                in_units(target, self.shape.tokens).index_copy_(2, index, staged.permute(1, 2, 0, 3, 4))
+
+            _, began = self._begin()
+            self.lanes.wire.run(work)
+            disk = sum(slot >= self.slot_count for slot in slots)
+            ended = self._end("seconds_in", began, fetches=1, copies_in=len(entries), disk_in=disk)
+        self.crossed(len(slots))
+        self.lanes.compute.wait(ended)
+        return target[0], target[1]
 
     def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[Mark, Mark]:
-        """See `Wire.gather`; what it brought is to be told to `crossed`."""
+        """What lies at `slot` [n] on the device, made on the compute lane, into `out` [2, G, n * P, D] or [2, G, n, P, D] by
+        one launch; -1 gives zeros. The marks before and after it; what it brought is to be told to `crossed`.
+
+        places  tensors [m, 2, G, P, D] on the device that may be read too: their slots come after the host's, each place
+                beginning where a slab would; the same sequence holds the same tensors
+        """
         self._open()
-        return self._wire.gather(slot, out, places)
+        made, began = self._begin(slot)
+        # The slabs in memory and those of `places` stay laid while these stay where they are.
+        if self._laid is None or self._laid[0] is not places:
+            slabs = list(self.slabs.slabs)
+            # Without slabs the first place takes their part, whatever its size.
+            per = self.slabs.per if slabs else max((len(one) for one in places), default=0)
+            slabs += [one[i : i + per] for one in places for i in range(0, len(one), per)]
+            apart = [one.data_ptr() - slabs[0].data_ptr() for one in slabs]
+            sent = list[Tensor]()
+            # On the compute lane it would be sent after the mark that the wire has waited for.
+            self.lanes.wire.run(lambda: sent.append(on_device(apart, self.device)))
+            self._laid = places, slabs, grain_of(slabs), sent
+        _, slabs, grain, base = self._laid
+        self.lanes.wire.run(lambda: gather_units(out, slabs, base[0], slot, grain))
+        return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)
 
     def crossed(self, units: int) -> None:
         """Of what was gathered, `units` units of one layer came from the host."""
-        self._wire.count(bytes_in=units * self.shape.nbytes)
+        self._counts["bytes_in"] += units * self.shape.nbytes
 
     @property
     def indexed(self) -> bool:
         """Whether `gather` serves: all units are in memory."""
-        return not self._slabs.files
-
-    @property
-    def slab_slots(self) -> int:
-        """Slots of a slab."""
-        return self._slabs.per
+        return not self.slabs.files
 
     @property
     def slot_count(self) -> int:
         """Slots of all slabs in memory; places beside them are numbered from here on, each from a slab's beginning."""
-        return self._slabs.in_memory * self._slabs.per
-
-    def rows(self) -> Tensor:
-        """[L, units] on the device: the slot of each unit of each layer, -1 where it holds none."""
-        return self._table.rows()
+        return self.slabs.in_memory * self.slabs.per
 
     def buffer(self, units: int) -> Tensor:
         """[2, G, n * P, D] on the device, room for `units` units, to be written in any mode."""
@@ -199,38 +209,30 @@ class HostStore:
         self._open()
         return self._make_room(units * self.shape.layers, units)
 
-    def drop(self, units: Iterable[int], layer: int | None = None) -> None:
-        """Forget `units`, of one layer or of all; those that are not held are passed over."""
-        self._open()
-        wanted = list(units)
-        for one in range(self.shape.layers) if layer is None else (layer,):
-            self._table.drop(one, wanted)
-
     def cut(self, end: int) -> None:
         """Forget the units from number `end` on, in all layers."""
         self._open()
-        for layer in range(self.shape.layers):
-            self._table.drop(layer, self._table.units(layer, end))
+        self.table.drop(slice(end, None))
 
     def units(self, layer: int) -> list[int]:
         """The units that a layer holds, ascending."""
-        return self._table.units(layer)
+        found: list[int] = np.flatnonzero(self.table.slot[layer] >= 0).tolist()
+        return found
 
     def entry(self, layer: int, unit: int) -> Tensor:
         """[1, 2, G, P, D]: a unit where it lies on the host; read it after `settle`, and before it goes."""
-        slot = self._slot(layer, unit)
-        return self._slabs.entry(slot, slot + 1)
+        return self.slabs.entries([self._slot(layer, unit)])[0]
 
     # The store as a whole.
 
     def nbytes(self) -> int:
         """Bytes held on the device."""
-        return self._table.nbytes()
+        return self.table.copy.nbytes
 
     def settle(self) -> None:
         """Wait until all transfers have ended."""
         self._open()
-        self.lanes.wire.sync()
+        self.lanes.wire.mark().sync()
 
     def counters(self) -> dict[str, float]:
         """Figures since the store was opened; waits for transfers under way.
@@ -244,13 +246,13 @@ class HostStore:
         dropped          units forgotten to make room
         host_bytes, disk_bytes, index_bytes  memory taken on the host, in files, and on the device
         """
+        self._settle_times(0)
         return {
-            **self._wire.counts,
-            **self._wire.times(),
-            "units": float((self._table.slot >= 0).sum()),
+            **self._counts,
+            "units": float((self.table.slot >= 0).sum()),
             "dropped": float(self._dropped),
-            "host_bytes": float(self._slabs.memory_bytes()),
-            "disk_bytes": float(self._slabs.disk_bytes()),
+            "host_bytes": float(self.slabs.memory_bytes()),
+            "disk_bytes": float(self.slabs.disk_bytes()),
             "index_bytes": float(self.nbytes()),
         }
 
@@ -275,63 +277,10 @@ class HostStore:
             ) from error
 
     def load(self, folder: Path, end: int = MOST) -> None:
-        """Hold the units below `end` saved to `folder`, nothing else; or raise `StoreError` and leave all as it is."""
-        self._open()
-        fresh = HostStore(self.shape, self.device, lanes=self.lanes, **self._options)  # type: ignore[arg-type]
-        try:
-            fresh._read(folder, end)
-        except BaseException:
-            fresh.close()
-            raise
-        self.settle()
-        fresh._wire.counts, fresh._wire.seconds = self._wire.counts, self._wire.times()
-        fresh._dropped = self._dropped
-        self.close()
-        self.__dict__.update(fresh.__dict__)
-
-    def close(self) -> None:
-        """Give back all memory and remove all files; a closed store serves nothing."""
-        if not self._closed:
-            self.lanes.wire.sync()
-            self._wire.forget()
-            self._slabs.close()
-            self._table = SlotTable(self.shape.layers, self.device)
-            self._closed = True
-
-    def _open(self) -> None:
-        if self._closed:
-            raise StoreError("host store: it is closed; open another.")
-
-    def _slot(self, layer: int, unit: int) -> int:
-        slot = self._table.look(layer, unit)
-        if slot < 0:
-            raise StoreError(
-                f"host store: layer {layer} does not hold unit {unit}; ask for units that it holds."
-            )
-        return slot
-
-    def _make_room(self, slots: int, units: int, keep: Sequence[int] = ()) -> list[int]:
-        """See that `slots` slots are free, for a chunk of `units` units; the units that were forgotten for them, none of
-        `keep`. Raises where the spill does not let any go, or such a chunk would not fit into an empty store."""
-        gone: list[int] = []
-        while len(self._table.free) < slots:
-            if self._slabs.grow():
-                self._table.grow(self._slabs.per)
-                self._wire.forget()
-                continue
-            needed, held = units * self.shape.layers, self._table.held()
-            some = map(int, held if self.spill == "drop_oldest" else ())
-            old = next((unit for unit in some if unit not in keep), None)
-            if old is None or self._table.size < needed:
-                why = self._slabs.why_full(needed if self.spill == "drop_oldest" else None)
-                raise StoreError(f"host store: full with {len(held)} frames or units held: {why}.")
-            self.drop([old])
-            gone.append(old)
-            self._dropped += 1
-        return gone
-
-    def _read(self, folder: Path, end: int) -> None:
-        """Put what `save` wrote into an empty store; raises `StoreError` for anything that is not as it was written."""
+        """Hold the units below `end` saved to `folder`, nothing else; these are not counted. Raises `StoreError` for what
+        is not as it was written, or has no room here: the store is then to be closed, for it may hold some of it."""
+        self.cut(0)
+        before = dict(self._counts), self._dropped
         try:
             index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
             if index["version"] not in VERSIONS:
@@ -345,35 +294,100 @@ class HostStore:
                     f"{self.shape.facts()}; load it with the model and frame size it was saved with."
                 )
             for piece in index["pieces"]:
-                for name, some, most in (
-                    ("layer", [piece["layer"]], self.shape.layers),
-                    ("units", piece["units"], end),
-                ):
-                    checkpoint_io.numbers(some, f"{INDEX}: {name}", most, StoreError)
-                kept = self._read_file(folder / piece["file"], piece)
-                for unit, (key, value) in zip(piece["units"], kept, strict=True):
-                    if self.put(piece["layer"], [unit], key.to(self.device), value.to(self.device)):
+                layer, units, path = piece["layer"], piece["units"], folder / piece["file"]
+                checkpoint_io.numbers([layer], f"{INDEX}: layer", self.shape.layers, StoreError)
+                checkpoint_io.numbers(units, f"{INDEX}: units", end, StoreError)
+                if path.name != piece["file"]:
+                    raise ValueError(f"{shown(piece['file'])} is not a file of a store")
+                wanted = {"units": ((len(units), *self.shape.unit), self.shape.dtype)}
+                kept = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))["units"]
+                if _checksum(kept) != piece["crc"]:
+                    raise ValueError(f"{path.name} is not what was written")
+                for unit, (key, value) in zip(units, kept, strict=True):
+                    if self.put(layer, [unit], key.to(self.device), value.to(self.device)):
                         # Whoever saved it does not know that some are no more.
                         raise StoreError(
                             f"host store: {folder} holds more than this host has room for; free memory, or load it on a "
                             "host with as much as the one it was saved on."
                         )
-        except (OSError, KeyError, TypeError, ValueError, IndexError, SafetensorError) as error:
+        except (OSError, KeyError, TypeError, ValueError, IndexError, ModelError) as error:
             raise StoreError(
                 f"host store: {folder} is damaged or incomplete ({str(error)[:200]}); save it again."
             ) from error
+        finally:
+            self._settle_times(0)
+            self._counts, self._dropped = before
 
-    def _read_file(self, path: Path, piece: Mapping[str, Any]) -> Tensor:
-        if path.name != piece["file"]:
-            raise ValueError(f"{shown(piece['file'])} is not a file of a store")
-        outside.regular(path, shown(path.name), StoreError, fix="save it again")
-        with safe_open(path, framework="pt") as file:
-            kept: Tensor = file.get_tensor("units")
-        if kept.shape != (len(piece["units"]), *self.shape.unit) or kept.dtype != self.shape.dtype:
-            raise ValueError(f"{path.name} holds {kept.dtype} {list(kept.shape)}")
-        if _checksum(kept) != piece["crc"]:
-            raise ValueError(f"{path.name} is not what was written")
-        return kept
+    def close(self) -> None:
+        """Give back all memory and remove all files; a closed store serves nothing."""
+        if not self._closed:
+            self.lanes.wire.mark().sync()
+            self._laid = None
+            self.slabs.close()
+            self.table = SlotTable(self.shape.layers, self.device)
+            self._closed = True
+
+    def _open(self) -> None:
+        if self._closed:
+            raise StoreError("host store: it is closed; open another.")
+
+    def _slot(self, layer: int, unit: int) -> int:
+        slot = self.table.look(layer, unit)
+        if slot < 0:
+            raise StoreError(
+                f"host store: layer {layer} does not hold unit {unit}; ask for units that it holds."
+            )
+        return slot
+
+    def _make_room(self, slots: int, units: int, keep: Sequence[int] = ()) -> list[int]:
+        """See that `slots` slots are free, for a chunk of `units` units; the units that were forgotten for them, none of
+        `keep`. Raises where the spill does not let any go, or such a chunk would not fit into an empty store."""
+        gone: list[int] = []
+        while len(self.table.free) < slots:
+            size = len(self.slabs.slabs) * self.slabs.per
+            if self.slabs.grow():
+                # Behind all others: it stays a heap.
+                self.table.free += range(size, size + self.slabs.per)
+                self._laid = None
+                continue
+            needed, held = units * self.shape.layers, np.flatnonzero((self.table.slot >= 0).any(0)).tolist()
+            drops = self.spill == "drop_oldest"
+            old = next((unit for unit in held if unit not in keep), None) if drops else None
+            if old is None or size < needed:
+                why = self.slabs.why_full(needed if drops else None)
+                raise StoreError(f"host store: full with {len(held)} frames or units held: {why}.")
+            self.table.drop([old])
+            gone.append(old)
+            self._dropped += 1
+        return gone
+
+    # Across the wire.
+
+    def _begin(self, *reads: Tensor) -> tuple[Mark, Mark]:
+        """The wire works behind all that computes by now, and reads tensors made there; the marks where both are."""
+        wire, made = self.lanes.wire, self.lanes.compute.mark(timed=True)
+        wire.wait(made)
+        for tensor in reads:
+            wire.uses(tensor)
+        return made, wire.mark(timed=True)
+
+    def _end(self, kind: str, began: Mark, **counts: float) -> Mark:
+        """What the wire was given since `began` is timed, and added to the counts; the mark after it."""
+        ended = self.lanes.wire.mark(timed=True)
+        self._timed.append((kind, began, ended))
+        if len(self._timed) > PENDING:
+            self._settle_times(PENDING // 2)
+        for name, by in counts.items():
+            self._counts[name] += by
+        return ended
+
+    def _settle_times(self, keep: int) -> None:
+        """Read all but the last `keep` timed transfers."""
+        cut = max(0, len(self._timed) - keep)
+        for kind, began, ended in self._timed[:cut]:
+            ended.sync()
+            self._counts[kind] += began.seconds(ended)
+        del self._timed[:cut]
 
 
 def _checksum(kept: Tensor) -> int:

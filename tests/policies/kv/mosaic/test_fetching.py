@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.policies.kv._prefetch import Prefetcher
-from mmaccel.policies.kv.store import HostStore, transfer
-from mmaccel.policies.kv.store.pinned_slabs import on_device
-from mmaccel.policies.kv.store.transfer import Mark
+from mmaccel.policies.kv.store import HostStore, host
+from mmaccel.policies.kv.store.slabs import Mark, on_device
 from tests.policies.kv.store.lanes_sim import SimLane, SimLanes
 from tests.policies.kv.store.units import LAYERS, TOKENS, contents, fill, open_store
 
@@ -158,7 +157,7 @@ def test_random_delays_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.mm(busy, busy)
         return on_device(numbers, device)
 
-    monkeypatch.setattr(transfer, "on_device", sent)
+    monkeypatch.setattr(host, "on_device", sent)
     one = Replay(store, 0, hold_up)
     for _ in range(100):
         one.ask()

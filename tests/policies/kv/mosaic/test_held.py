@@ -53,9 +53,9 @@ def test_what_is_not_told_does_not_grow(family: str) -> None:
             state: Any = session._live.state  # type: ignore[union-attr]
             index = state.index
             # The host's: clusters, summaries and slabs; counts of the index. Captures have rooms of a question's size.
-            host = [index.tree, state.store._slabs, index.absent]
-            apart = [*host, *state.store._slabs.__dict__.values(), state.replays, index._ready]
-            slabs = reached([state.store._slabs], [])
+            host = [index.tree, state.store.slabs, index.absent]
+            apart = [*host, *state.store.slabs.__dict__.values(), state.replays, index._ready]
+            slabs = reached([state.store.slabs], [])
             held = {at: size for at, size in reached(state, apart).items() if at not in slabs}
             told.append(session.counters()["bytes"])
             beside.append(sum(held.values()) - told[-1])

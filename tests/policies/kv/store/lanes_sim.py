@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from mmaccel.policies.kv.store.transfer import Lane, Lanes, Mark
+from mmaccel.policies.kv.store.slabs import Lane, Lanes, Mark
 
 
 class SimMark(Mark):
@@ -25,6 +25,7 @@ class SimMark(Mark):
 
 class SimLane(Lane):
     def __init__(self, sim: SimLanes) -> None:
+        super().__init__()
         self.queue: deque[Callable[[], bool]] = deque()
         self._sim = sim
 

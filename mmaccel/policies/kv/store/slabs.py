@@ -1,5 +1,6 @@
-"""Large pieces of host memory, pinned where a device reads them, and files mapped into memory when it has run out; and the
-table that tells in which slot of them each unit lies, on the host and on the device."""
+"""Host memory for units: slabs, pinned where a device reads them, or files mapped into memory; the slots of units; the lanes
+by which units cross between host and device.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import heapq
 import os
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
@@ -24,12 +25,13 @@ from mmaccel.core.errors import StoreError
 SLAB_BYTES = 256 * 2**20
 """A power of two, for the allocator of pinned memory rounds up to one. Thousands of small pinned pieces would also run into
 the system's limit of maps."""
-
 LEAST = 64
 """Slots of a slab at least, where files are made of them."""
-
 SPARE = 1 / 16
 """The share of the host's memory that is left to everything else."""
+
+# Untyped in PyTorch.
+_CUDA: Any = torch.cuda
 
 
 @dataclass(frozen=True)
@@ -80,22 +82,24 @@ class Slabs:
         self, shape: Shape, pinned: bool, slab_bytes: int, cap: int | None, disk: bool, folder: Path | None
     ) -> None:
         self._shape, self._pinned, self._cap, self._disk = shape, pinned, cap, disk
-        self.folder = folder
         # Files take slabs of the same size, and should be few.
         least = min(slab_bytes, LEAST * shape.nbytes) if disk else shape.nbytes
-        self._bytes = slab_bytes if cap is None else _fitting(slab_bytes, cap, least)
-        self.per = max(1, self._bytes // shape.nbytes)
+        if cap is not None:
+            # Whole slabs are to use seven eighths of the cap or more.
+            while slab_bytes // 2 >= least and (slab_bytes > cap or cap % slab_bytes > cap // 8):
+                slab_bytes //= 2
+        self._bytes, self.per = slab_bytes, max(1, slab_bytes // shape.nbytes)
         self.slabs: list[Tensor] = []
-        self._ahead: _Ahead | None = None
-        self.files: list[Path] = []
         self.in_memory = 0
-        self._remove = weakref.finalize(self, _remove, self.files, [])
+        self._ahead: tuple[threading.Thread, list[Tensor | None]] | None = None
+        self.folder, self._own_folder = folder, list[Path]()
+        self.files: list[Path] = []
+        self._remove = weakref.finalize(self, _remove, self.files, self._own_folder)
 
     def grow(self) -> bool:
         """One slab more; False when memory is used up and there is no disk. Raises `StoreError` when the disk is full."""
         if not self.files:
-            made = None if self._ahead is None else self._ahead.result()
-            self._ahead = None
+            made = self._awaited()
             # What could not be had ahead of need may be there by now.
             if made is None and self._room():
                 made = self._memory()
@@ -104,30 +108,34 @@ class Slabs:
                 self.in_memory += 1
                 # Pinning a slab takes a tenth of a second, and a stream fills one in less: not while frames wait.
                 if self._pinned and self._room():
-                    self._ahead = _Ahead(self._memory)
+                    self._begin()
                 return True
-        if not self._disk:
-            return False
-        self.slabs.append(self._file())
-        return True
+        if self._disk:
+            self.slabs.append(self._file())
+        return self._disk
 
-    def entry(self, start: int, end: int) -> Tensor:
-        """[end - start, 2, G, P, D], the slots of one slab."""
-        slab, first = divmod(start, self.per)
-        return self.slabs[slab][first : first + end - start]
+    def entries(self, slots: list[int]) -> list[Tensor]:
+        """Views [n, 2, G, P, D] of `slots`, at least one, in their order: consecutive ones of one slab together."""
+        cuts = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1 or slots[i] % self.per == 0]
+        found = []
+        for begin, end in zip([0, *cuts], [*cuts, len(slots)], strict=True):
+            slab, first = divmod(slots[begin], self.per)
+            found.append(self.slabs[slab][first : first + end - begin])
+        return found
 
     def memory_bytes(self) -> int:
+        """Bytes of memory that are taken."""
         return self.in_memory * self._bytes
 
     def disk_bytes(self) -> int:
+        """Bytes of files."""
         return len(self.files) * self._bytes
 
     def close(self) -> None:
         """Let go of the memory, and remove the files."""
-        if self._ahead is not None:
-            self._ahead.result()
+        self._awaited()
         self.slabs.clear()
-        self.in_memory, self._ahead = 0, None
+        self.in_memory = 0
         # PyTorch keeps pinned memory that was let go of, where it can tell it not to.
         empty = getattr(torch.accelerator, "empty_host_cache", None)
         if self._pinned and empty is not None:
@@ -140,14 +148,15 @@ class Slabs:
         if slots is not None:
             need = f" and a pass needs at least {slots * self._shape.nbytes}"
             mend = "watch fewer frames at a time, spill to disk (spill='disk')"
-        if self._cap is not None and self.memory_bytes() + self._bytes > self._cap:
+        if self._at_cap():
             return f"its cap of {self._cap} bytes is reached{need}; raise cap (a policy's host_bytes), {mend}"
         return f"the host has {host_available()} bytes left{need}; {mend}, or free memory"
 
+    def _at_cap(self) -> bool:
+        return self._cap is not None and self.memory_bytes() + self._bytes > self._cap
+
     def _room(self) -> bool:
-        if self._cap is not None and self.memory_bytes() + self._bytes > self._cap:
-            return False
-        return host_available() - self._bytes >= SPARE * host_total()
+        return not self._at_cap() and host_available() - self._bytes >= SPARE * host_total()
 
     def _memory(self) -> Tensor | None:
         try:
@@ -158,11 +167,28 @@ class Slabs:
             return None
         return self._cut(raw)
 
+    def _begin(self) -> None:
+        """Start to make a slab in a thread of its own."""
+        made: list[Tensor | None] = []
+        thread = threading.Thread(
+            target=lambda: made.append(self._memory()), name="mmaccel-slab", daemon=True
+        )
+        thread.start()
+        self._ahead = thread, made
+
+    def _awaited(self) -> Tensor | None:
+        """The slab that was begun, if any, and if it could be had."""
+        if self._ahead is None:
+            return None
+        thread, made = self._ahead
+        thread.join()
+        self._ahead = None
+        return made[0] if made else None
+
     def _file(self) -> Tensor:
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="mmaccel-"))
-            self._remove.detach()
-            self._remove = weakref.finalize(self, _remove, self.files, [self.folder])
+            self._own_folder.append(self.folder)
         path = self.folder / f"slab-{os.getpid()}-{id(self):x}-{len(self.files):05d}.bin"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -182,31 +208,6 @@ class Slabs:
     def _cut(self, raw: Tensor) -> Tensor:
         used = raw[: self.per * self._shape.nbytes]
         return used.view(self._shape.dtype).view(self.per, *self._shape.unit)
-
-
-class _Ahead:
-    """What `make` gives, made by a thread of its own."""
-
-    def __init__(self, make: Callable[[], Tensor | None]) -> None:
-        self._made: Tensor | None = None
-
-        def work() -> None:
-            self._made = make()
-
-        self._thread = threading.Thread(target=work, name="mmaccel-slab", daemon=True)
-        self._thread.start()
-
-    def result(self) -> Tensor | None:
-        """It, once it is there."""
-        self._thread.join()
-        return self._made
-
-
-def _fitting(slab_bytes: int, cap: int, least: int) -> int:
-    """A slab of at most `slab_bytes`, halved until whole slabs use seven eighths of the cap or more."""
-    while slab_bytes // 2 >= least and (slab_bytes > cap or cap % slab_bytes > cap // 8):
-        slab_bytes //= 2
-    return slab_bytes
 
 
 def _occupy(path: Path, nbytes: int) -> None:
@@ -231,122 +232,88 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
 
 UNKNOWN = 2**62
 """More than there is: what is not known limits nothing."""
-
 MEMINFO = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")
 FORMS = (
-    ("memory.max", "memory.current", "memory.stat", ("inactive_file", "active_file")),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        ("total_inactive_file", "total_active_file"),
-    ),
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
 )
-"""Limit, use and statistics of the container around this process, in both forms of the system's control groups."""
+"""Limit, use and statistics of the container around this process, and how names of these begin, in both forms of the
+system's control groups."""
 
 
 def host_total() -> int:
     """Bytes of memory of the host, or of the container around this process where that is less."""
-    return min(_host("MemTotal"), *(_number(limit) for limit, *_ in FORMS))
+    limits = (_numbers(GROUP / limit).get("", UNKNOWN) for limit, *_ in FORMS)
+    return min(_numbers(MEMINFO, 1024).get("MemTotal", UNKNOWN), UNKNOWN, *limits)
 
 
 def host_available() -> int:
     """Bytes that can still be taken without harm; the system's copies of files give way and do not count as used."""
-    left = _host("MemAvailable")
-    for limit, use, stat, cached in FORMS:
-        most = _number(limit)
+    left = _numbers(MEMINFO, 1024).get("MemAvailable", UNKNOWN)
+    for limit, use, stat, begin in FORMS:
+        most = _numbers(GROUP / limit).get("", UNKNOWN)
         if most < UNKNOWN:
-            left = min(left, most - _number(use, 0) + sum(_statistics(stat, cached)))
+            cached = _numbers(GROUP / stat)
+            files = sum(cached.get(f"{begin}{kind}_file", 0) for kind in ("inactive", "active"))
+            left = min(left, most - _numbers(GROUP / use).get("", 0) + files)
     return max(0, left)
 
 
-def _host(name: str) -> int:
-    found = [int(line.split()[1]) * 1024 for line in _lines(MEMINFO) if line.startswith(f"{name}:")]
-    return found[0] if found else UNKNOWN
-
-
-def _number(name: str, otherwise: int = UNKNOWN) -> int:
-    lines = _lines(GROUP / name)
-    return min(int(lines[0]), UNKNOWN) if lines and lines[0].isdigit() else otherwise
-
-
-def _statistics(name: str, wanted: tuple[str, ...]) -> list[int]:
-    return [int(line.split()[1]) for line in _lines(GROUP / name) if line.split()[0] in wanted]
-
-
-def _lines(path: Path) -> list[str]:
+def _numbers(path: Path, unit: int = 1) -> dict[str, int]:
+    """The numbers in a file of the system, each in `unit`s, by the name in its line, "" where there is none."""
     try:
-        return path.read_text(encoding="ascii").split("\n")[:-1]
+        lines = path.read_text(encoding="ascii").splitlines()
     except OSError:
-        return []
+        return {}
+    rows = [["", *line.removesuffix(" kB").replace(":", "").split()] for line in lines]
+    return {row[-2]: int(row[-1]) * unit for row in rows if row[-1].isdigit()}
 
 
 class SlotTable:
-    """Which slot each unit of each layer has; [L, units] numbers, -1 for none, which widen with the unit numbers."""
+    """Which slot each unit of each layer has: `slot` [L, units] on the host, -1 for none, which widens with the numbers of
+    units; and a heap of the slots that are `free`."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
-        self._device = device
         self.slot = np.full((layers, 0), -1, dtype=np.int64)
-        self.size = 0
-        """Slots that there are."""
         self.free: list[int] = []
-        """A heap of those that no unit has."""
-        self._copy: Tensor | None = None
+        self.copy = torch.zeros(layers, 0, dtype=torch.long, device=device)
+        """What `rows` gave last."""
         self._stale = True
 
-    def grow(self, slots: int) -> None:
-        """Add `slots` slots at the end."""
-        # Behind all others: it stays a heap.
-        self.free += range(self.size, self.size + slots)
-        self.size += slots
-
     def put(self, layer: int, units: Sequence[int]) -> list[int]:
-        """Units of a layer have slots from now on, the first that are free."""
+        """Units of a layer have slots from now on, the first that are free; gives these."""
         slots = [heapq.heappop(self.free) for _ in units]
         width, have = max(units) + 1, self.slot.shape[1]
         if width > have:
-            more = np.full((len(self.slot), max(width, 2 * have) - have), -1, dtype=np.int64)
-            self.slot = np.concatenate([self.slot, more], 1)
+            self.slot = np.pad(self.slot, ((0, 0), (0, max(width, 2 * have) - have)), constant_values=-1)
         self.slot[layer, units] = slots
         self._stale = True
         return slots
 
-    def drop(self, layer: int, units: Iterable[int]) -> None:
-        """Units of a layer have no slots; those that have none are passed over."""
-        for unit in units:
-            if self.look(layer, unit) >= 0:
-                heapq.heappush(self.free, self.look(layer, unit))
-                self.slot[layer, unit] = -1
-                self._stale = True
+    def drop(self, units: list[int] | slice) -> None:
+        """Units, below the width, have no slots in any layer; those that have none are passed over."""
+        held = self.slot[:, units]
+        slots = held[held >= 0].tolist()
+        for slot in slots:
+            heapq.heappush(self.free, slot)
+        self.slot[:, units] = -1
+        self._stale = self._stale or bool(slots)
 
     def look(self, layer: int, unit: int) -> int:
         """The slot of a unit, -1 where it has none."""
         return int(self.slot[layer, unit]) if 0 <= unit < self.slot.shape[1] else -1
 
-    def units(self, layer: int, first: int = 0) -> list[int]:
-        """The units from number `first` on that a layer holds, ascending."""
-        return [first + int(unit) for unit in np.flatnonzero(self.slot[layer, first:] >= 0)]
-
-    def held(self) -> NDArray[np.intp]:
-        """The units that some layer holds, ascending."""
-        return np.flatnonzero((self.slot >= 0).any(0))
-
     def rows(self) -> Tensor:
         """The slots on the device: uploaded whole, and only when asked for after a change, for streams change in one
         phase and are asked in another. They stay where they are until the table widens."""
-        if self._copy is None or self._copy.shape != self.slot.shape:
-            with torch.inference_mode(False):
-                self._copy = torch.empty(self.slot.shape, dtype=torch.long, device=self._device)
-            self._stale = True
         if self._stale:
-            self._copy.copy_(on_device(torch.from_numpy(self.slot).clone(), self._device))
+            if self.copy.shape != self.slot.shape:
+                with torch.inference_mode(False):
+                    self.copy = self.copy.new_empty(self.slot.shape)
+            self.copy.copy_(on_device(torch.from_numpy(self.slot).clone(), self.copy.device))
             self._stale = False
-        return self._copy
-
-    def nbytes(self) -> int:
-        """Bytes held on the device."""
-        return 0 if self._copy is None else self._copy.nbytes
+        return self.copy
 
 
 def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
@@ -354,3 +321,79 @@ def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
     here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
     pinned = device.type == "cuda" and here.numel() > 0
     return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
+
+
+def in_units(tensor: Tensor, tokens: int) -> Tensor:
+    """A view [..., n, P, D] of `tensor` [..., n * P, D]."""
+    return tensor.view(*tensor.shape[:-2], -1, tokens, tensor.shape[-1])
+
+
+class Mark:
+    """A point in the order of a lane: an event of its CUDA `stream`, which knows its time if `timed`; on the host the time,
+    for work there is done when it is issued."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None, timed: bool = False) -> None:
+        self.at = time.perf_counter()
+        self.event = None if stream is None else _CUDA.Event(enable_timing=timed)
+        if stream is not None:
+            self.event.record(stream)
+
+    def sync(self) -> None:
+        """Block the host until all that was issued before the mark has run."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds(self, later: Mark) -> float:
+        """From this mark to a later one, both done and both timed."""
+        return (
+            later.at - self.at if self.event is None else float(self.event.elapsed_time(later.event)) / 1000
+        )
+
+
+class Lane:
+    """An ordered queue of work: a CUDA `stream`, or the host. Two lanes know nothing of each other but through a mark on one
+    that the other waits for. `current`: the stream is current wherever work is issued."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None, current: bool = False) -> None:
+        self.stream, self._current = stream, current or stream is None
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Issue `work`; what it does may happen later, but not before what was issued earlier."""
+        if self._current:
+            work()
+        else:
+            with torch.cuda.stream(self.stream):
+                work()
+
+    def mark(self, timed: bool = False) -> Mark:
+        """The point after all that was issued so far."""
+        return Mark(self.stream, timed)
+
+    def wait(self, mark: Mark) -> None:
+        """What is issued from now on runs after `mark`."""
+        if self.stream is not None:
+            self.stream.wait_event(mark.event)
+
+    def uses(self, tensor: Tensor) -> None:
+        """`tensor`, made on another lane, is read by work issued here: its memory must outlast that."""
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
+
+class Lanes:
+    """The lane on which the model computes and that of the wire: on CUDA the stream that is current when it is asked for,
+    and one of the store; elsewhere both are the host. A test can put lanes in their place that run late."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.wire = device, Lane(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    @property
+    def compute(self) -> Lane:
+        """The lane on which the model computes."""
+        if self._device.type != "cuda":
+            return self.wire
+        return Lane(torch.cuda.current_stream(self._device), current=True)
+
+    def join(self) -> None:
+        """What computes from now on runs after all that the wire was given."""
+        self.compute.wait(self.wire.mark())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmaccel.core.errors import RecipeError, check_least
+from mmaccel.core.errors import check_least
 from mmaccel.core.plan import FAR, KeySpan, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
@@ -27,8 +27,7 @@ class AShape(IntraPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sink < 0:
-            raise RecipeError(f"a_shape: sink is {self.sink}; give 0 or more.")
+        check_least(self, 0, "sink")
         check_least(self, 1, "window", of=", the token itself")
 
     def parts(self, region: Region) -> tuple[Part, ...]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, check_choice
+from mmaccel.core.errors import RecipeError, check_choice, check_least
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import FAR, AttentionPlan, span_by_range, span_from_table
 from mmaccel.core.registry import register
@@ -61,8 +61,7 @@ class BlockTopK(SparsePattern):
             raise RecipeError(f"block_topk: budget is {self.budget}; give a share from 0 to 1.")
         if self.top is not None and self.top < 1:
             raise RecipeError(f"block_topk: top is {self.top}; give at least 1 block, or null for no limit.")
-        if self.sink < 0:
-            raise RecipeError(f"block_topk: sink is {self.sink}; give 0 or more.")
+        check_least(self, 0, "sink")
 
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout

@@ -98,23 +98,20 @@ class LastQueries:
         """Softmax weights [B, h, L, n] float32 of consecutive runs of heads, all heads at once where memory allows."""
         first, group = 0, self.query.shape[1] // self.key.shape[1]
         for scores in self._scores():
-            h = scores.shape[1]
-            if self.total is None:
-                weight = scores.softmax(-1)
-            else:
-                weight = scores.sub_(self.total[:, first : first + h, :, None]).exp_()
+            last = first + scores.shape[1]
+            total = None if self.total is None else self.total[:, first:last, :, None]
+            weight = scores.softmax(-1) if total is None else scores.sub_(total).exp_()
             weight.nan_to_num_(0.0)
             if self.pooled:
                 shared = weight.view(weight.shape[0], -1, group, *weight.shape[2:]).mean(2, keepdim=True)
                 weight = shared.expand(-1, -1, group, -1, -1).flatten(1, 2)
-            first += h
+            first = last
             yield weight
 
     def totals(self) -> Tensor:
         """[B, H, L] float32: the log-sum-exp of the scores of each query."""
         if self.fused:
-            totals: Tensor = row_totals(self.query, self.key, self.sample.row, self.at, self.width)
-            return totals
+            return row_totals(self.query, self.key, self.sample.row, self.at, self.width)
         return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
 
     def lines(self) -> tuple[Tensor, Tensor]:
@@ -164,18 +161,14 @@ class LastQueries:
                 k = k[:, :, :n]
             else:
                 k = k.gather(2, self.sample.row[:, None, :, None].expand(B, run, n, D))
-            scores = _scores(q, k, D**-0.5).view(B, -1, L, n)
+            if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+                # Products of short types are exact in float32: no wide copy of the keys is wanted.
+                wide = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
+                scores = wide.mul_(D**-0.5).view(B, -1, L, n)
+            else:
+                scores = ((q.float() * D**-0.5) @ k.float().transpose(2, 3)).view(B, -1, L, n)
             scores[..., first:].masked_fill_(hidden, -torch.inf)
             yield scores
-
-
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """[B, X, rows, n] float32: the scaled products of q [B, X, rows, D] and k [B, X, n, D]."""
-    if not (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)):
-        return (q.float() * scale) @ k.float().transpose(2, 3)
-    # Products of short types are exact in float32: no wide copy of the keys is wanted.
-    wide = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
-    return wide.view(*q.shape[:3], k.shape[2]).mul_(scale)
 
 
 def _skewed(weight: Tensor) -> Tensor:

@@ -14,13 +14,7 @@ from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
 from mmaccel.policies.sparse.estimate import Score
-from mmaccel.policies.sparse.orders import (
-    IntraPattern,
-    Region,
-    once,
-    spanned_blocks,
-    whole_blocks,
-)
+from mmaccel.policies.sparse.orders import IntraPattern, Region, once, spanned_blocks, whole_blocks
 from mmaccel.policies.sparse.stride import (
     Classes,
     Frames,
@@ -103,9 +97,7 @@ class Grid(IntraPattern):
             raise RecipeError(f"grid: max_stride is {self.max_stride}; give at most {MOST_STRIDE}.")
         if not (self.horizontal or self.vertical or self.slash):
             raise RecipeError("grid: horizontal, vertical and slash are all off; turn one on.")
-        for name in ("window", "sink"):
-            if getattr(self, name) < 0:
-                raise RecipeError(f"grid: {name} is {getattr(self, name)}; give 0 or more tokens.")
+        check_least(self, 0, "window", "sink", of=" tokens")
         check_least(self, 1, "last_q", of=" query")
         if not 0 <= self.slack < 1:
             raise RecipeError(f"grid: slack is {self.slack}; give a share from 0 to 1.")
@@ -113,42 +105,34 @@ class Grid(IntraPattern):
             check_choice("grid", name, getattr(self, name), get_args(kind))
 
     def parts(self, region: Region) -> tuple[Part, ...]:
-        lines = self._lines(region)
-        if not (self.window or self.sink):
-            return lines
-        near = near_and_first(region, self.sink, self.window)
-        # Every row is served twice, over disjoint keys: the two are merged by their log-sum-exps.
-        return (*lines, region.part(near, merge_group=1))
-
-    def _lines(self, region: Region) -> tuple[Part, ...]:
-        """The lines, without the keys of the window and the sink."""
         classes = self._classes(region)
-        if self.slash and classes.frames is not None:
-            return self._framed_lines(region, classes, classes.frames)
         parts: list[Part] = []
-        if self.slash or self.vertical:
-            parts.append(self._strided_lines(region, classes))
-        if self.horizontal:
-            parts.append(self._dense_rows(region, classes))
+        if self.slash and classes.frames is not None:
+            parts += self._framed_lines(region, classes, classes.frames)
+        else:
+            if self.slash or self.vertical:
+                parts.append(self._strided_lines(region, classes))
+            if self.horizontal:
+                parts.append(self._dense_rows(region, classes))
+        if self.window or self.sink:
+            # Every row is served twice, over disjoint keys: the two are merged by their log-sum-exps.
+            parts.append(region.part(near_and_first(region, self.sink, self.window), merge_group=1))
         return tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         block, most = self.block, most_keys(n_key, self.min_stride)
         keys = whole_blocks(n_key, block)
         each, more = near_and_first_blocks(n_key, self.sink, self.window, block, gaps=gaps)
+        each += spanned_blocks(most, block) * (self.slash + self.vertical)
         if self.slash:
             # A block of queries touches one class, and one more for each class that begins in it.
-            each += spanned_blocks(most, block)
             more += keys + 2 * min(self.max_stride, n_query)
-        if self.vertical:
-            each += spanned_blocks(most, block)
         if self.horizontal:
             more += whole_blocks(n_query if ties else min(most, n_query), block) * keys
         return each, more
 
     def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
-        block = self.block
-        line = most_keys(keys, self.min_stride)
+        block, line = self.block, most_keys(keys, self.min_stride)
         if self.stride == "frame" and region is not None:
             frames = Frames.of(region, self.min_stride, self.max_stride)
             line = min(line, frames.most_keys) if frames.whole else line
@@ -227,7 +211,7 @@ class Grid(IntraPattern):
             spans.append(span(rows, end - start - 1, place - start, FAR))
         return Part(q_row, tuple(spans))
 
-    def _framed_lines(self, region: Region, classes: Classes, frames: Frames) -> tuple[Part, ...]:
+    def _framed_lines(self, region: Region, classes: Classes, frames: Frames) -> list[Part]:
         """The lines of each head, where all heads share the classes."""
         block, most = self.block, frames.most_keys
         name = "order", region.kinds, self.window, self.sink
@@ -247,7 +231,7 @@ class Grid(IntraPattern):
         parts = [Part(q_row, tuple(spans), all_rows=all_rows)]
         if self.horizontal:
             parts.append(replace(self._dense_part(region, *more), all_rows=all_rows))
-        return tuple(parts)
+        return parts
 
     def _dense_rows(self, region: Region, classes: Classes) -> Part:
         """The queries of the horizontal line, in their order, over every key not after them but those of other spans."""

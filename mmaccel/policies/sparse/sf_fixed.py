@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, check_choice, shown
+from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
 from mmaccel.core.layout import TEXT
 from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_by_range
 from mmaccel.core.registry import register
@@ -43,14 +43,14 @@ class SegmentedPattern(IntraPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        stride = self.stride
+        stride, low, high = self.stride, self.min_stride, self.max_stride
         if stride != "frame" and (not isinstance(stride, int) or isinstance(stride, bool) or stride < 1):
             raise RecipeError(
                 f"{self.name}: stride is {shown(stride)}; give 'frame' or a number of tokens, at least 1."
             )
-        if self.min_stride < 1 or self.max_stride < self.min_stride:
+        if low < 1 or high < low:
             raise RecipeError(
-                f"{self.name}: min_stride {self.min_stride} and max_stride {self.max_stride} are no range from 1 upwards."
+                f"{self.name}: min_stride {low} and max_stride {high} are no range from 1 upwards."
             )
 
     @property
@@ -120,14 +120,17 @@ class SFFixed(SegmentedPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.summary < 0:
-            raise RecipeError(f"sf_fixed: summary is {self.summary}; give 0 or more tokens of a segment.")
+        check_least(self, 0, "summary", of=" tokens of a segment")
         check_choice("sf_fixed", "side", self.side, ("last", "first"))
 
     def parts(self, region: Region) -> tuple[Part, ...]:
-        segments = self.segments(region)
-        at = region.at.clamp(min=0).long()
-        spans = [self._own(region, segments, at)]
+        segments, at = self.segments(region), region.at.clamp(min=0).long()
+        # The keys of the segment of each query: segments lie two sizes apart, so that no two are within one.
+        block, size = self.block, segments.size
+        pos = fitting(segments.number * (2 * size) + segments.offset, 2 * size * (segments.count + 1))
+        q_pos = pos.gather(1, at).masked_fill(region.at < 0, -1)[:, None]
+        order = region.q_row, region.keys.row[:, None], q_pos, pos[:, None]
+        spans = [span_by_range(*order, 0, size, block, block, ordered=region.keys.count)]
         if self.summary:
             spans.append(self._summaries(region, segments, at - segments.offset.gather(1, at)))
         return (region.part(spans),)
@@ -147,14 +150,6 @@ class SFFixed(SegmentedPattern):
         near = longest / (2 * self.block) + 1.5
         return whole_blocks(rows, self.block) * (near + share * self.summary * count / self.block + 0.5)
 
-    def _own(self, region: Region, segments: Segments, at: Tensor) -> KeySpan:
-        """The keys of the segment of each query. Segments lie two sizes apart, so that no two are within one."""
-        block, size = self.block, segments.size
-        pos = fitting(segments.number * (2 * size) + segments.offset, 2 * size * (segments.count + 1))
-        q_pos = pos.gather(1, at).masked_fill(region.at < 0, -1)[:, None]
-        order = region.q_row, region.keys.row[:, None], q_pos, pos[:, None]
-        return span_by_range(*order, 0, size, block, block, ordered=region.keys.count)
-
     def _summaries(self, region: Region, segments: Segments, begin: Tensor) -> KeySpan:
         """The summary tokens, gathered; each query sees those of the segments before its own, which begins at `begin`."""
         block, keys, here = self.block, region.keys, region.keys.row >= 0
@@ -169,11 +164,9 @@ class SFFixed(SegmentedPattern):
         slot = torch.where(member, rank - 1, most)
         k_row = torch.full_like(keys.row[:, :1], -1).repeat(1, most + 1)
         k_row = pad_rows(k_row.scatter_(1, slot, keys.row)[:, :most].contiguous(), block)
-        before = (
-            (rank - member.long()).gather(1, begin).masked_fill(region.at < 0, 0).to(torch.int32)[:, None]
-        )
+        before = (rank - member.long()).gather(1, begin).masked_fill(region.at < 0, 0).to(torch.int32)
         k_pos = torch.arange(k_row.shape[1], dtype=torch.int32, device=k_row.device).expand_as(k_row)
-        order = region.q_row, k_row[:, None], before - 1, k_pos[:, None]
+        order = region.q_row, k_row[:, None], before[:, None] - 1, k_pos[:, None]
         return span_by_range(*order, 0, FAR, block, block)
 
 

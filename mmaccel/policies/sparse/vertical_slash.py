@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.lines import line_keys, slash_runs, strongest
-from mmaccel.core.errors import RecipeError, check_choice, check_least
+from mmaccel.core.errors import check_choice, check_least
 from mmaccel.core.plan import FAR, BlockLists, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
@@ -50,9 +50,7 @@ class VerticalSlash(IntraPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("vertical", "sink"):
-            if getattr(self, name) < 0:
-                raise RecipeError(f"vertical_slash: {name} is {getattr(self, name)}; give 0 or more columns.")
+        check_least(self, 0, "vertical", "sink", of=" columns")
         check_least(self, 1, "slash", "nearest", of=", the main diagonal")
         check_least(self, 1, "last_q", of=" query")
         check_choice("vertical_slash", "estimate", self.estimate, ("head", "group"))
@@ -63,8 +61,9 @@ class VerticalSlash(IntraPattern):
         keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
         left, kind, kept, k_row, k_pos = line_keys(keys.row, columns, diagonals, region.width, self.block)
         runs = region.once(("query runs", heads), lambda: QueryRuns.of(region, heads))
-        # The ranks say nothing of the rows: those of columns are left out.
-        lists = runs.lists(kind, kept, self.block)
+        # A query block lists every key block that a kept diagonal touches in its rows: diagonal d pairs a query of rank i
+        # with the key of rank i - d. The ranks say nothing of the rows: those of columns are left out.
+        lists = BlockLists(*slash_runs(kept, *runs, self.block), kind)
         spans = [KeySpan(left, at, keys.rank[:, None], 0, FAR, lists, ranks=True, q_first=region.q_first)]
         if self.vertical:
             # The columns, gathered; a column's position is that of its token.
@@ -92,12 +91,10 @@ class VerticalSlash(IntraPattern):
         if self.nearest > 1:
             near = torch.arange(diagonals.shape[-1], device=diagonals.device) < min(self.nearest, self.slash)
             diagonals = diagonals.masked_fill(near, torch.inf)
-        lines: tuple[Tensor, Tensor] = strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
-        return lines
+        return strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
 
 
-@dataclass(frozen=True, eq=False)
-class QueryRuns:
+class QueryRuns(NamedTuple):
     """The blocks of queries by the runs of ranks in them, which tell what a diagonal touches: from the layouts alone.
 
     What a block of ranks that follow each other touches, told in blocks before its first, is the same for all that begin
@@ -162,14 +159,6 @@ class QueryRuns:
         sure = sure.gather(1, broken.clamp(max=M - 1))
         of_shapes = torch.stack(fields), member, home.clamp(max=FAR), reach
         return cls(*(t.to(torch.int32) for t in (*of_shapes, broken, runs, sure.clamp(max=FAR))))
-
-    def lists(self, kind: Tensor, kept: Tensor, block: int) -> BlockLists:
-        """Lists in which a query block has every key block that a diagonal of `kept` [B, H, N] touches in its rows.
-
-        kind [B, H, key blocks]: their kinds. A diagonal d pairs a query of rank i with the key of rank i - d.
-        """
-        of_queries = self.shape, self.member, self.home, self.reach, self.broken, self.runs, self.sure
-        return BlockLists(*slash_runs(kept, *of_queries, block), kind)
 
 
 def _run_bounds(region: Region) -> tuple[int, int, int]:

@@ -1,23 +1,11 @@
 """Token pruners: which visual tokens are worth keeping. One idea a file; a new one is a file and an import line here."""
 
-from mmaccel.policies.prune.attention import AttentionPrune
-from mmaccel.policies.prune.dycoke import DyCoke
-from mmaccel.policies.prune.fastv import FastV
-from mmaccel.policies.prune.pyramid_drop import PyramidDrop
-from mmaccel.policies.prune.random import RandomPrune
-from mmaccel.policies.prune.sparsevlm import SparseVLM
-from mmaccel.policies.prune.uniform import UniformPrune
-from mmaccel.policies.prune.uv import UVPrune
-from mmaccel.policies.prune.visionzip import VisionZip
-
-__all__ = [
-    "AttentionPrune",
-    "DyCoke",
-    "FastV",
-    "PyramidDrop",
-    "RandomPrune",
-    "SparseVLM",
-    "UVPrune",
-    "UniformPrune",
-    "VisionZip",
-]
+from mmaccel.policies.prune.attention import AttentionPrune as AttentionPrune
+from mmaccel.policies.prune.dycoke import DyCoke as DyCoke
+from mmaccel.policies.prune.fastv import FastV as FastV
+from mmaccel.policies.prune.pyramid_drop import PyramidDrop as PyramidDrop
+from mmaccel.policies.prune.random import RandomPrune as RandomPrune
+from mmaccel.policies.prune.sparsevlm import SparseVLM as SparseVLM
+from mmaccel.policies.prune.uniform import UniformPrune as UniformPrune
+from mmaccel.policies.prune.uv import UVPrune as UVPrune
+from mmaccel.policies.prune.visionzip import VisionZip as VisionZip

@@ -68,18 +68,16 @@ class UVPrune(ScorePruner):
         gain = _likeness(late, at, rows)
         if self.variation:
             gain = gain - _likeness(base, at, rows)
-        return gain - _frame_mean(gain, layout.frame[0, at]) if self.contrast else gain
+        if not self.contrast:
+            return gain
+        _, frame, counts = torch.unique_consecutive(
+            layout.frame[0, at], return_inverse=True, return_counts=True
+        )
+        sums = gain.new_zeros(counts.numel()).index_add_(0, frame, gain)
+        return gain - (sums / counts)[frame]
 
 
 def _likeness(state: Tensor, at: Tensor, rows: Tensor) -> Tensor:
     """[m]: for each visual token the sum of its cosines with the question's tokens; O(m E)."""
     text = normalize(state[rows].float(), dim=-1).sum(0)
     return normalize(state[at].float(), dim=-1) @ text
-
-
-def _frame_mean(score: Tensor, frame: Tensor) -> Tensor:
-    """[m]: for each token the mean score of its frame's tokens; frame [m] ascending."""
-    which, counts = torch.unique_consecutive(frame, return_inverse=True, return_counts=True)[1:]
-    sums = torch.zeros(counts.numel(), dtype=score.dtype, device=score.device).index_add_(0, which, score)
-    mean: Tensor = (sums / counts)[which]
-    return mean

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from mmaccel.core.errors import RecipeError
@@ -99,7 +100,7 @@ def levelled(
         elif kind == kinds[0]:
             # Nothing came down to the target's cost; the target itself is what is left.
             cost(scale.target())
-            space[kind] = [Candidate(("target",), scale.target(), 1.0, "level", share(scale.target()))]
+            space[kind] = [Candidate(("target",), scale.target(), 1.0, share(scale.target()), "level")]
         # The other types cost much the same: they begin where the first one ended.
         first = [steps for steps, _ in reached]
     return space
@@ -121,20 +122,15 @@ def scored(
         {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.heads)
     ]
     for kind, candidates in space.items():
-        for slot in slots(kind, modalities):
-            columns: dict[str, list[Sequence[float | None]]] = {"scores": [], "shares": []}
-            for candidate in candidates:
-                errors: Sequence[float | None] = [None] * bench.heads
-                shares = errors
-                if candidate.state != "dear":
-                    pattern = alone(kind, slot, candidate.pattern, block)
-                    errors, shares = (list(map(brief, t.tolist())) for t in bench.errors(pattern, slot))
-                columns["scores"].append(errors)
-                columns["shares"].append(shares)
-                tick()
-            for name, by_candidate in columns.items():
-                for head, mine in zip(heads, zip(*by_candidate, strict=True), strict=True):
-                    head[name].setdefault(kind, {})[slot.name] = list(mine)
+        for slot, candidate in product(slots(kind, modalities), candidates):
+            figures: list[list[float | None]] = [[None] * bench.heads] * 2
+            if candidate.state != "dear":
+                pattern = alone(kind, slot, candidate.pattern, block)
+                figures = [list(map(brief, t.tolist())) for t in bench.errors(pattern, slot)]
+            for head, *pair in zip(heads, *figures, strict=True):
+                for name, value in zip(("scores", "shares"), pair, strict=True):
+                    head[name].setdefault(kind, {}).setdefault(slot.name, []).append(value)
+            tick()
     for kind in space:
         named = {h: built(arranged(kind, space, head, block, tolerance)[0]) for h, head in enumerate(heads)}
         plan = bench.plan(LayerHeads(block=block, named=named))
@@ -226,14 +222,12 @@ def assembled(
     return {
         **about,
         "measured": [dict(row) for row in measured],
-        "space": {kind: [_row(one) for one in some] for kind, some in space.items()},
+        "space": {
+            kind: [{**vars(one), "rows": list(one.rows), "cost": brief(one.cost)} for one in some]
+            for kind, some in space.items()
+        },
         "layers": [[choose(head) for head in layer] for layer in layers],
     }
-
-
-def _row(one: Candidate) -> dict[str, Any]:
-    row = {"rows": list(one.rows), "pattern": dict(one.pattern), "cost": brief(one.cost)}
-    return {**row, "share": one.share, "state": one.state}
 
 
 def replayed(table: Row) -> dict[str, Any]:
@@ -254,10 +248,7 @@ def replayed(table: Row) -> dict[str, Any]:
 def narrowed(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
     """Layer -> head -> pattern: what the table's own figures choose among some of its boundary types alone."""
     space = {
-        kind: [
-            Candidate(tuple(one["rows"]), one["pattern"], one["cost"], one["state"], one["share"])
-            for one in table["space"][kind]
-        ]
+        kind: [Candidate(**{**one, "rows": tuple(one["rows"])}) for one in table["space"][kind]]
         for kind in kinds
     }
     choose = partial(decided, space, block=table["block"], tolerance=table["tolerance"])

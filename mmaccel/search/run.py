@@ -107,7 +107,7 @@ def search(
         raise RecipeError(f"the folder {out.parent} does not exist; create it first.")
     if out.is_dir():
         raise RecipeError(f"{out} is a folder; give the name of a file in it.")
-    with Parts(parts_of(out)).alone() as parts:
+    with Parts.alone(parts_of(out)) as parts:
         device = next(model.parameters()).device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -121,19 +121,16 @@ def search(
             begin = time.perf_counter()
             heads = scored(Bench(inside, about["backend"]), space, modalities, block, tolerance, tick)
             row = {"layer": inside.layer, "heads": heads, "seconds": time.perf_counter() - begin}
-            parts.rows.add({**row, "peak_bytes": peak_bytes(device)})
+            parts.add({**row, "peak_bytes": peak_bytes(device)})
 
         watch(model, inputs, visit, missing)
         layers = parts.layers()
         seconds = sum(parts.all("spent")) + sum(row["seconds"] for row in layers.values())
-        heads = [layers[n]["heads"] for n in range(depth)]
-        table = assembled(about, measured, space, heads)
-        table |= {
-            "seconds": round(seconds, 3),
-            "peak_bytes": max(row["peak_bytes"] for row in layers.values()),
-        }
+        table = assembled(about, measured, space, [layers[n]["heads"] for n in range(depth)])
+        table["seconds"] = round(seconds, 3)
+        table["peak_bytes"] = max(row["peak_bytes"] for row in layers.values())
         write_whole(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
-        parts.rows.rows.clear()  # the table is written, and what was kept for it goes
+        parts.rows.clear()  # the table is written, and what was kept for it goes
         return table
 
 
@@ -195,13 +192,13 @@ def _levelled(
     def measure(pattern: Mapping[str, Any]) -> dict[str, Any]:
         repeats = settings.repeats if settings.cost == "seconds" else 0
         row = bench.cost(pattern, about["target"], repeats)
-        parts.rows.add({"measured": row})
+        parts.add({"measured": row})
         return row
 
     ledger = Ledger(settings.cost, parts.all("measured"), measure)
     tick = _ticking(progress, "level", len(rows(scale)) * len(kinds))
     space = levelled(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
-    parts.rows.add({"spent": time.perf_counter() - begin})
+    parts.add({"spent": time.perf_counter() - begin})
     return about, list(ledger.rows.values()), space
 
 
@@ -220,46 +217,43 @@ def parts_of(out: Path) -> Path:
     return out.with_name(out.name + ".parts")
 
 
-class Parts:
+class Parts(Rows):
     """What a search has done so far: a row of what it is about, then one of each cost, of time spent, and of each layer."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: Rows
-
+    @classmethod
     @contextmanager
-    def alone(self) -> Iterator[Parts]:
+    def alone(cls, path: Path) -> Iterator[Parts]:
         """Keep the file from other searches, of this process or another, and read it; `RecipeError` if one is at work on it,
-        or if it holds no search.
+        or if it holds no search. It is deleted where it ends without a row.
 
         The lock is the system's and ends with the process, however that ends.
         """
         with ExitStack() as stack:
             try:
-                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
                 stack.callback(os.close, handle)
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.rows = Rows(self.path, "about")
+                parts = cls(path, "about")
             except BlockingIOError as error:
                 raise RecipeError(
-                    f"another search is at work in {self.path}; wait for its end, or give another --out."
+                    f"another search is at work in {path}; wait for its end, or give another --out."
                 ) from error
             except (IsADirectoryError, ValueError) as error:
                 raise RecipeError(
-                    f"{self.path} is there and holds no search that can go on; delete it, or give another --out."
+                    f"{path} is there and holds no search that can go on; delete it, or give another --out."
                 ) from error
             try:
-                yield self
+                yield parts
             finally:
-                if not self.rows.rows:  # nothing was done
-                    self.path.unlink(missing_ok=True)
+                if not parts.rows:
+                    path.unlink(missing_ok=True)
 
     def begin(self, about: Mapping[str, Any]) -> None:
         """Start, or go on with what is there if it is about the same; `RecipeError` if it is about something else."""
         now = json.loads(json.dumps(about))
         known = self.all("about")
         if not known:
-            self.rows.add({"about": about})
+            self.add({"about": about})
         elif known[0] != now:
             names = differing(known[0], now) if isinstance(known[0], dict) else ["beginning"]
             other = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
@@ -270,11 +264,11 @@ class Parts:
 
     def all(self, key: str) -> list[Any]:
         """What the rows have under `key`, in order."""
-        return [row[key] for row in self.rows.rows if key in row]
+        return [row[key] for row in self.rows if key in row]
 
     def layers(self) -> dict[int, dict[str, Any]]:
         """The layers that are done, by number: what was measured for their heads, seconds, the most memory held."""
-        return {row["layer"]: row for row in self.rows.rows if "layer" in row}
+        return {row["layer"]: row for row in self.rows if "layer" in row}
 
 
 def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

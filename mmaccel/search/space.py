@@ -91,11 +91,8 @@ def composed(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> 
     of = {m: next(one for one in (m, *_OTHERS[m]) if one in present) for m in MODALITIES.values()}
     if kind != "boundary_2d":
         return {"name": kind, "block": block, **{m: dict(chosen[of[m]]) for m in of}}
-    return {
-        "name": kind,
-        "block": block,
-        "pairs": {f"{q}>{k}": dict(chosen[f"{of[q]}>{of[k]}"]) for q in of for k in of},
-    }
+    pairs = {f"{q}>{k}": dict(chosen[f"{of[q]}>{of[k]}"]) for q in of for k in of}
+    return {"name": kind, "block": block, "pairs": pairs}
 
 
 def alone(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
@@ -148,13 +145,11 @@ class Scale:
     def _a_shape(self, sink: int, window: int, step: int) -> dict[str, Any]:
         return self._made("a_shape", sink=self.tokens(sink * STEP**step), window=self.window(window))
 
-    def _lines(self, lines: Sequence[int], stride: str, step: int) -> dict[str, Any]:
-        on = {line: bool(flag) for line, flag in zip(LINES, lines, strict=True)}
-        return self._made("grid", stride=stride, max_stride=1024, **on)
-
-    def _grid(self, lines: Sequence[int], stride: str, step: int) -> dict[str, Any]:
-        near = {"window": self.tokens(LOCAL * STEP**step), "sink": self.tokens(FIRST_OF_GRID)}
-        return {**self._lines(lines, stride, step), **near}
+    def _grid(self, lines: Sequence[int], stride: str, local: int, step: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {line: bool(flag) for line, flag in zip(LINES, lines, strict=True)}
+        if local:
+            fields |= {"window": self.tokens(local * STEP**step), "sink": self.tokens(FIRST_OF_GRID)}
+        return self._made("grid", stride=stride, max_stride=1024, **fields)
 
     def _vertical_slash(self, vertical: int, slash: int, step: int) -> dict[str, Any]:
         columns, diagonals = (self.tokens(n * STEP**step) for n in (vertical, slash))
@@ -192,8 +187,8 @@ def rows(scale: Scale) -> list[Row]:
     for stride in ("frame", "free"):
         for lines in _GRIDS:
             on = "+".join(line for line, flag in zip(LINES, lines, strict=True) if flag)
-            found.append(Row(f"grid ({stride}, {on})", partial(scale._lines, lines, stride)))
-            found.append(Row(f"grid ({stride}, {on}, {LOCAL})", partial(scale._grid, lines, stride)))
+            found.append(Row(f"grid ({stride}, {on})", partial(scale._grid, lines, stride, 0)))
+            found.append(Row(f"grid ({stride}, {on}, {LOCAL})", partial(scale._grid, lines, stride, LOCAL)))
     found += [Row(f"a_shape {each}", partial(scale._a_shape, *each)) for each in _WINDOWS]
     for each in _COLUMNS:
         label = f"ours: vertical_slash {each}, first {FIRST}" if scale.extended else f"vertical_slash {each}"
@@ -218,8 +213,8 @@ class Candidate:
     rows: tuple[str, ...]
     pattern: Mapping[str, Any]
     cost: float
+    share: float
     state: str
-    share: float = 1.0
 
 
 Cost = Callable[[Mapping[str, Any]], float]
@@ -241,7 +236,7 @@ def level(row: Row, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, 
     fits = {s: t for s, t in tried.items() if t <= 1 + tolerance}
     best = max(fits, key=lambda s: (fits[s], -s)) if fits else min(tried, key=lambda s: (tried[s], s))
     state = "dear" if not fits else "under" if tried[best] < 1 - tolerance else "level"
-    return best, Candidate((row.label,), row.make(best), tried[best] * row.aim, state)
+    return best, Candidate((row.label,), row.make(best), tried[best] * row.aim, 1.0, state)
 
 
 def _next(tried: Mapping[int, float], row: Row) -> int | None:

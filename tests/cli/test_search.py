@@ -239,7 +239,7 @@ def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: 
         300,
     )
     arguments = ("search", ov, "--video", clip, "--out", path, *how)
-    with Parts(tmp_path / "t.json.parts").alone():
+    with Parts.alone(tmp_path / "t.json.parts"):
         status, out, err = call(*arguments)
         assert (status, out) == (2, "") and not path.exists()
         told = (

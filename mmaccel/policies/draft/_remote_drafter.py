@@ -25,7 +25,7 @@ from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.registry import registry
 from mmaccel.core.verify import UNIT_SLACK
 from mmaccel.core.worker import OWN, READY, Blob, Message, Wire, Worker, beating, inbox
-from mmaccel.policies.draft._decoder import (
+from mmaccel.policies.draft._draft_model import (
     SUPPORT,
     DraftDecoder,
     DraftedTokens,

@@ -17,9 +17,10 @@ from mmaccel.core.errors import DraftError, RecipeError, check_choice, check_lea
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.worker import READY, Worker
-from mmaccel.policies.draft._decoder import Local, TokenDistribution
 from mmaccel.policies.draft._draft_model import (
+    Local,
     PeerStrategy,
+    TokenDistribution,
     check_vocabulary,
     devices_of,
     folder_of,
@@ -186,11 +187,9 @@ class Pipeline(DraftState):
         self._streak, self._streaks = 0, []  # type: int, list[int]
         self._figures = dict.fromkeys(("pre_verify", "post_verify", "alone", "late", "drafted", "pauses"), 0)
         self._windows: list[int] = []
-        self._ready = 0
-        self._resume = 0
-        self._asked = 0.0
+        self._ready = self._resume = 0
+        self._asked = self._prompt_s = 0.0
         self._gain: float | None = None
-        self._prompt_s = 0.0
 
     def begin(self, prompt: Prompt) -> None:
         self._left = prompt.max_new_tokens or sys.maxsize

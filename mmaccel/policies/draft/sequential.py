@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView, Runner
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import check_least
-from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.verify import draw, resize
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
@@ -47,20 +45,14 @@ class Sequential(PeerStrategy):
 
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)
-        return Drafter(peer.runner(), peer.device, self.window, target.geometry.vocab, self.prune)
+        return Drafter(peer.runner(), peer.device, self, target.geometry.vocab)
 
 
 class Drafter(PeerState):
     """Within a round the runner has run drafted tokens past `_mark`, of which there are `_fed`."""
 
-    strategy: ClassVar[str] = Sequential.name
-
-    def __init__(
-        self, runner: Runner, device: torch.device, window: int, vocab: int, pruner: TokenPruner | None = None
-    ) -> None:
-        super().__init__(runner, device, vocab, pruner)
-        self._window = window
-        self._mark = self._fed = self._drafted = 0
+    _choice: Sequential
+    _mark = _fed = _drafted = 0
 
     def begin(self, prompt: Prompt) -> None:
         super().begin(prompt)
@@ -70,7 +62,7 @@ class Drafter(PeerState):
 
     def propose(self) -> Proposal:
         # The target adds a token of its own to whatever it keeps.
-        count = min(self._window, self._left - 1)
+        count = min(self._choice.window, self._left - 1)
         if count < 1:
             return Proposal.empty()
         self._mark = self._open().length() + self._pending.numel()

@@ -14,10 +14,11 @@ from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.draft import DraftState, DraftStrategy, PrefillPass, Probe, Prompt, Proposal
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, check_least, shown
-from mmaccel.core.kv import KVState, KVView, grow_buffer
+from mmaccel.core.kv import KVState, KVView
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import best, observers, quota
 from mmaccel.core.registry import register
+from mmaccel.policies.kv.full import FullState
 
 
 @register("draft", "sparse_to_dense")
@@ -55,68 +56,51 @@ class SparseToDense(DraftStrategy):
         return _Sparse(target, self)
 
 
-class _Memory(KVState):
+class _Memory(FullState):
     """For each layer the chosen columns of a dense memory, the dense columns since the prompt, and what is drafted.
 
-    Columns are counted as in the dense memory, of which `_gone` were not chosen; they lie in buffers that grow ahead of
-    need. Only single rows are asked for, which see everything here.
+    Its length counts columns as the dense memory does, of which `_gone` were not chosen. Only single rows are asked for,
+    which see everything here.
     """
 
+    in_place = False
+
     def __init__(self, layers: int) -> None:
-        self._buffers: list[tuple[Tensor, Tensor]] = []
-        self._layers, self._length, self._prompt, self._gone = layers, 0, 0, 0
+        super().__init__(layers)
+        self._prompt = self._gone = 0
 
     def take(self, dense: KVState, chosen: list[Tensor], length: int) -> None:
         """The columns `chosen` [G, n] of each layer, out of the first `length` of `dense`."""
-        buffers = []
+        buffers: list[tuple[Tensor, Tensor] | None] = []
         for layer, columns in enumerate(chosen):
             view = dense.view(layer, torch.empty(0))
             at = columns.to(view.key.device)[None, :, :, None].expand(1, -1, -1, view.key.shape[-1])
             buffers.append((view.key.gather(2, at), view.value.gather(2, at)))
         # All layers or none: a gather may run out of memory.
-        self._buffers, self._gone = buffers, length - chosen[0].shape[1]
-        self._length = self._prompt = length
+        self._buffers, self._prompt, self._gone = buffers, length, length - chosen[0].shape[1]
+        self._counts = [chosen[0].shape[1]] * len(buffers)
 
     def follow(self, dense: KVState, length: int) -> None:
         """After a verification: the dense columns from the prompt's end to `length`, in the place of what was drafted."""
         for layer in range(len(self._buffers)):
             view, new = dense.view(layer, torch.empty(0)), slice(self._prompt, length)
-            self._put(layer, length, view.key[:, :, new], view.value[:, :, new])
-        self._length = length
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        if layer == 0:
-            self._length += key.shape[2]
-        self._put(layer, self._length, key, value)
-
-    def _put(self, layer: int, length: int, *new: Tensor) -> None:
-        end, start = length - self._gone, length - self._gone - new[0].shape[2]
-        key, value = (grow_buffer(buffer, 2, end, used=start) for buffer in self._buffers[layer])
-        self._buffers[layer] = key, value
-        for buffer, columns in zip(self._buffers[layer], new, strict=True):
-            buffer[:, :, start:end] = columns
+            self._counts[layer] = self._prompt - self._gone
+            self.append(layer, view.key[:, :, new], view.value[:, :, new])
 
     def view(self, layer: int, query: Tensor) -> KVView:
         if query.shape[2] != 1:
             raise ModelError("sparse_to_dense: the sparse memory shows one row at a time.")
-        key, value = (buffer[:, :, : self.held()] for buffer in self._buffers[layer])
-        return KVView(key, value)
+        return super().view(layer, query)
 
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("sparse_to_dense: the sparse memory follows the dense one; accept there.")
 
     def truncate(self, length: int) -> None:
-        if length != self._length:
+        if length != self.length():
             raise ModelError("sparse_to_dense: the sparse memory follows the dense one; truncate there.")
 
     def length(self) -> int:
-        return self._length
-
-    def held(self) -> int:
-        return self._length - self._gone
-
-    def reset(self) -> None:
-        self.__init__(self._layers)  # type: ignore[misc]
+        return super().length() + self._gone
 
     def reorder(self, rows: Tensor) -> None:
         raise ModelError("sparse_to_dense: the sparse memory is of one sequence.")

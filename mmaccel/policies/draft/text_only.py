@@ -36,7 +36,7 @@ class TextOnly(Sequential):
 
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)
-        return TextDrafter(target, peer.runner(), peer.device, self.window, target.geometry.vocab)
+        return TextDrafter(target, peer.runner(), peer.device, self, target.geometry.vocab)
 
 
 class TextDrafter(Drafter):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Branches, ModelView, Runner
+from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.draft import DraftState, Proposal
 from mmaccel.core.errors import RecipeError, check_choice, check_least
 from mmaccel.core.registry import register
@@ -66,19 +65,16 @@ class Tree(PeerStrategy):
 class _Gardener(PeerState):
     """What a tree ran is taken back at once. `_run` has the nodes of the tree at hand that were run, in their order."""
 
-    strategy: ClassVar[str] = Tree.name
-
-    def __init__(self, runner: Runner, device: torch.device, choice: Tree, vocab: int) -> None:
-        super().__init__(runner, device, vocab, choice.prune)
-        self._choice, self._trees = choice, 0
-        self._run: list[int] = []
+    _choice: Tree
+    _trees = 0
 
     def propose(self) -> Proposal:
         runner = self._open()
         root = self._logits(runner.step(self._pending.to(self._device)[None]))[-1]
         self._pending = self._pending[:0]
         self._trees += 1
-        mark, self._run = runner.length(), []
+        mark = runner.length()
+        self._run: list[int] = []
         try:
             grow = self._static if self._choice.shape == "static" else self._dynamic
             tokens, parents = grow(root)

@@ -10,8 +10,8 @@ import torch
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.worker import READY, Worker
 from mmaccel.policies.draft import _remote_drafter, parallel
-from mmaccel.policies.draft._decoder import DraftDecoder, DraftedTokens, TokenDistribution
-from mmaccel.policies.draft.sequential import Drafter
+from mmaccel.policies.draft._draft_model import DraftDecoder, DraftedTokens, TokenDistribution
+from mmaccel.policies.draft.sequential import Drafter, Sequential
 from tests.core.test_generate import limit, run
 from tests.core.toy import ToyRunner, Triples, bigram, prompt, view
 from tests.policies.draft.toy_service import VOCAB, table
@@ -26,7 +26,7 @@ def test_as_many_drawn_tokens_are_kept_as_by_drafting_in_turns(heat: float) -> N
     would be kept."""
     large, small = Triples(V, 0), Triples(V, 1)
     length, kept = 4_000, []
-    in_turns = Drafter(ToyRunner(small), torch.device("cpu"), 1, V)
+    in_turns = Drafter(ToyRunner(small), torch.device("cpu"), Sequential(window=1), V)
     for state in (pipeline(large, small, V, window=1), in_turns):
         said = prompt(
             [0],

@@ -20,7 +20,7 @@ from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
 from mmaccel.core.generate import speculate
 from mmaccel.core.verify import accept
 from mmaccel.policies.draft import _draft_model, parallel
-from mmaccel.policies.draft._decoder import DraftDecoder, DraftedTokens
+from mmaccel.policies.draft._draft_model import DraftDecoder, DraftedTokens
 from mmaccel.policies.draft._window_model import Pace, best_window, tokens_per_round
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit, run

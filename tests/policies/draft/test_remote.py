@@ -28,7 +28,7 @@ from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import registry
 from mmaccel.core.worker import OWN, READY, Wire, Worker
 from mmaccel.policies.draft import _remote_drafter
-from mmaccel.policies.draft._decoder import DraftDecoder
+from mmaccel.policies.draft._draft_model import DraftDecoder
 from mmaccel.policies.draft._remote_drafter import pack
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit

@@ -105,7 +105,7 @@ def test_the_draft_sees_all_of_the_prompt() -> None:
 def test_the_prompt_is_read_after_the_targets_first_token_is_out() -> None:
     rule = bigram(torch.eye(5).roll(1, 1))
     drafting, target, said = ToyRunner(rule), ToyRunner(rule), prompt([1, 0])
-    draft, read = Drafter(drafting, torch.device("cpu"), 2, 5), []
+    draft, read = Drafter(drafting, torch.device("cpu"), Sequential(window=2), 5), []
     draft.begin(said)
     speculate(
         target,

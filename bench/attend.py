@@ -36,11 +36,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log, Times, environment
 
 from mmaccel.backends import select
-from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.sparse import SparsePattern
+from mmaccel.core.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse import VerticalSlash
 
 FRAME = 196

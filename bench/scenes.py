@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import mmaccel
-from mmaccel.core.answer import Answer
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.generate import Answer
 from mmaccel.core.kv import StreamPass
 from mmaccel.core.stream_runner import StreamRunner
 from mmaccel.models import shapes

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.answer import MAX_NEW_TOKENS, FinishReason
 from mmaccel.core.attach import Accelerated, accelerate
+from mmaccel.core.generate import MAX_NEW_TOKENS, FinishReason
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 
@@ -21,7 +21,7 @@ class Answer:
     """What a model said, and what it took.
 
     `text` is without special tokens; `raw`, up to the end of the turn, has those that stand inside it; `report` is the
-    run's; `finish_reason` is "stop", "length" or "positions", as `core.answer.Answer` has it.
+    run's; `finish_reason` is "stop", "length" or "positions", as `core.generate.Answer` has it.
     """
 
     text: str

@@ -17,8 +17,8 @@ from mmaccel.cli.choices import Fps, Model
 from mmaccel.cli.console import bars, many, say, steps
 from mmaccel.cli.search import Most, Texts, Videos, check_videos, sample
 from mmaccel.core import outside
-from mmaccel.core.answer import Evidence
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
+from mmaccel.core.generate import Evidence
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.registry import registry
 from mmaccel.core.session import VideoSession

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from mmaccel.cli.console import cut_short, many, number, out, remark, say
 from mmaccel.core import outside
-from mmaccel.core.answer import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
+from mmaccel.core.generate import Answer
 from mmaccel.core.session import VideoSession
 
 INPUT = "-"

@@ -19,8 +19,8 @@ from mmaccel.cli.console import bars, counter, many, print_json, remark, sentenc
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, opening, point_of
 from mmaccel.cli.program import INTERRUPTED, shielded
 from mmaccel.cli.questions import INPUT, Asked, Typed, ask_and_show, parsed, piped
-from mmaccel.core.answer import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
+from mmaccel.core.generate import MAX_NEW_TOKENS
 from mmaccel.core.session import VideoSession
 from mmaccel.core.session_io import recipe_of, writable
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.contract.prompts import check_counters, promise
+from mmaccel.contract.prefill import check_counters, promise
 from mmaccel.core.adapter import Branches, Geometry, ModelAdapter, ModelView, Runner
 from mmaccel.core.draft import DraftStrategy, Prompt
 from mmaccel.core.generate import speculate

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.contract.prompts import check_counters, promise
+from mmaccel.contract.prefill import check_counters, promise
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import (
@@ -25,7 +25,7 @@ from mmaccel.core.kv import (
     StreamPolicy,
     StreamState,
 )
-from mmaccel.core.positions import PositionIds
+from mmaccel.core.layout import PositionIds
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 3, 4, 2, 8, 6, 3
 GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=32, vocab=9)

@@ -143,14 +143,6 @@ class ModelAdapter(ABC):
         """The decoder layers of the language model."""
 
     @abstractmethod
-    def rotary(self, model: nn.Module) -> nn.Module:
-        """The rotary embedding module of the language model."""
-
-    @abstractmethod
-    def pointwise(self, model: nn.Module) -> list[nn.Module]:
-        """Modules of the language model that act on each row alone: safe to run in chunks of rows."""
-
-    @abstractmethod
     def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
         """What each column of ``inputs["input_ids"]`` [B, S] is."""
 
@@ -161,10 +153,6 @@ class ModelAdapter(ABC):
     @abstractmethod
     def embed(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """[B, S, E] input embeddings of the language model, visual features in place."""
-
-    @abstractmethod
-    def frames(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """[n, E] features of the visual tokens of ``inputs``' videos, in order, as the language model would get them."""
 
     @abstractmethod
     def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
@@ -272,9 +260,6 @@ class ModelView:
 
     def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         self.adapter.turn_(x, angles)
-
-    def frames(self, inputs: Mapping[str, Any]) -> Tensor:
-        return self.adapter.frames(self.model, inputs)
 
     def runner(self) -> Runner:
         """A sequence on this model."""

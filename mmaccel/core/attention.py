@@ -17,14 +17,14 @@ from mmaccel.backends import select
 from mmaccel.backends.ops.decode import decode_attend
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.adapter import Branches
-from mmaccel.core.draft import Probe
 from mmaccel.core.errors import warn
-from mmaccel.core.execute import attend_plan, window_plan
-from mmaccel.core.kv import KVState, KVView
+from mmaccel.core.kv import KVView
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, check_sizes, numbered
+from mmaccel.core.prune import PrefillPass, Probe
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
+from mmaccel.core.sparse import attend_plan, window_plan
 
 ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""
@@ -85,16 +85,11 @@ NOTE = "mmaccel_note"
 """The keyword under which a `Note` travels; no state is kept between the two calls."""
 
 
-NO_COLUMNS = TokenLayout.text(1, 0)
-
-
 @dataclass(frozen=True, eq=False)
-class ForwardPass:
+class ForwardPass(PrefillPass):
     """New columns `start .. start + n` of a batch, on their way through the layers.
 
     config    what the layers follow
-    state     the memory; None: the caller hands over all keys
-    layout    every column up to the last new one; of a stream none
     prefill   whether it is a prompt, which a pattern may serve and which is counted; all else is dense
     rest      columns of the prompt that come after this pass
     branches  of tokens to verify: the tree that they are
@@ -105,9 +100,6 @@ class ForwardPass:
     """
 
     config: AttentionConfig
-    state: KVState | None = None
-    layout: TokenLayout = NO_COLUMNS
-    start: int = 0
     prefill: bool = True
     rest: int = 0
     branches: Branches | None = None
@@ -228,23 +220,15 @@ class ForwardPass:
         if view.bias is not None:
             columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
             return decode_attend(query, key, value, columns, scale, None, view.bias)
-        kernel, window, one = self.config.kernel, view.window, self.stream and len(query) == 1
-        if (
-            one
-            and rows >= MIN_ROWS
-            and view.column is None
-            and window is not None
-            and window < keys
-            and kernel
-        ):
+        kernel, window = self.config.kernel, view.window
+        many = self.stream and len(query) == 1 and rows >= MIN_ROWS and view.column is None
+        if many and kernel is not None and window is not None and window < keys:
             plan = window_plan(rows, keys, view.sinks, window, heads, query.device)
             return attend_plan(plan, query, key, value, scale, kernel)[0]
         start, valid = keys - rows if self.stream else self.start, None
         if self.layout.padded:
             valid = self.layout.valid if view.column is None else self.layout.valid[:, view.column]
-        shown = view.sinks, window, view.column
-        out: Tensor = dense_attend(query, key, value, scale, start, valid, *shown)
-        return out
+        return dense_attend(query, key, value, scale, start, valid, view.sinks, window, view.column)
 
     def _branching(
         self, branches: Branches, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float

@@ -1,4 +1,13 @@
-"""The contract of a draft: who proposes the next tokens, and what it is told of their fate."""
+"""The contract of a draft, who proposes the next tokens, and how a proposal is judged with the target's logits.
+
+What is committed is what the target alone would have said. Greedy: the longest prefix that equals the target's own choices,
+then the target's choice. Sampling: the accept rule of speculative sampling (Leviathan et al. 2023, arXiv 2211.17192,
+Algorithm 1; Chen et al. 2023, arXiv 2302.01318): token x drawn from q is kept with probability min(1, p(x) / q(x)); at the
+first refusal a token of the residual (p - q)+ is committed; when all are kept, a bonus token of p. A greedy or looked-up
+token is the case q(x) = 1.
+
+Letters: n proposed tokens, V vocabulary of the target, S tokens before the proposal.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +15,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import DraftError, RecipeError
-from mmaccel.core.kv import KVState
-from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
 
-# (ids [S] before the token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot where processors decide.
 Warp = Callable[[Tensor, Tensor], Tensor]
+"""(ids [S] before a token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot if processors decide."""
+
+UNIT_SLACK = 1e-3
+"""How far the sum of a distribution over a large vocabulary may lie from one by rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,40 +100,6 @@ class Prompt:
     warp: Warp | None = None
     generator: torch.Generator | None = None
     max_new_tokens: int = 0
-
-
-class PrefillPass(Protocol):
-    """What a `Probe` may read of a pass over new columns ``start .. start + n`` of a batch.
-
-    layout covers every column up to the last new one; `state` is the memory, or None when the caller hands over all keys.
-    """
-
-    @property
-    def layout(self) -> TokenLayout: ...
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def state(self) -> KVState | None: ...
-
-
-class Probe:
-    """Reads what the layers of one pass compute. It belongs to the pass, so that passes of other threads do not reach
-    it. Override what is to be read; an error raised here ends the pass.
-    """
-
-    def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
-        """`hidden` [B, n, E], the new columns of `run`, enters `layer`; where `layer` is the number of layers, it leaves
-        the last one.
-
-        Called only for the layers that the draft's pruner of the attached recipe reads.
-        """
-
-    def attending(
-        self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> None:
-        """What enters the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
 
 
 class DraftState(ABC):
@@ -216,3 +192,202 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     @abstractmethod
     def open(self, target: ModelView) -> DraftState: ...
+
+
+def accept(
+    proposal: Proposal,
+    logits: Tensor,
+    ids: Tensor,
+    warp: Warp | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, int]:
+    """The tokens to commit, [kept + 1] long on the device of `logits`, and how many of them stood in the proposal.
+
+    logits [n + 1, V]: row i follows the first i proposed tokens; or [n, V], and then no bonus token follows where all are
+    kept. ids [S]: the committed tokens before the proposal.
+    `warp` None decodes greedily. The result does not depend on the proposal: greedy, it is the target's own sequence;
+    sampling, it has the target's own distribution, provided each proposed token was drawn from its row of q without
+    knowledge of the random numbers used here. One read from the device a call.
+
+    Raises `DraftError` for a tree, for shapes that do not fit, and for a q that is no distribution over the target's
+    vocabulary, or not one that could have given its token. Columns of q beyond V may hold no mass; missing ones hold none.
+    """
+    check(proposal)
+    if proposal.parents is not None:
+        raise DraftError("accept judges chains; a proposal with parents is for accept_tree.")
+    drafted = proposal.ids.to(logits.device)
+    n = drafted.numel()
+    rows = logits.shape[0]
+    if rows != n + 1 and (rows != n or not n):
+        raise DraftError(f"{n} proposed tokens need {n + 1} rows of logits; {rows} were given.")
+    if warp is None:
+        best = logits.argmax(-1)
+        kept = int((best[:n] == drafted).long().cumprod(0).sum()) if n else 0
+        return best[: kept + 1], kept
+    # A token the target does not have is refused below; processors, which look tokens up, must not trip over it.
+    before = torch.cat([ids.to(logits.device), drafted.clamp(0, logits.shape[-1] - 1)])
+    p = _real(torch.stack([warp(before[: ids.numel() + i], logits[i]) for i in range(rows)]))
+    if not n:
+        return draw(p[0], generator), 0
+    if rows == n:
+        # In the place of the bonus token's row, which nothing is taken from.
+        p = torch.cat([p, p[:1]])
+    q = proposal.q
+    faults = torch.zeros(3, dtype=torch.long, device=p.device)
+    if q is not None:
+        q = q.to(p)
+        faults = _faults(q, drafted, p.shape[-1])
+        q = resize(q, p.shape[-1], 0.0)
+    device = p.device if generator is None else generator.device
+    u = torch.rand(n, dtype=p.dtype, device=device, generator=generator).to(p.device)
+    count, rest = judge(drafted, p, q, u)
+    # A q of NaN would make the draw fail before the fault is told; p stands in, and is never returned.
+    last = draw(torch.where(faults.any(), p[0], rest), generator)
+    kept, outside, uneven, unlikely = torch.cat([count.view(1), faults]).tolist()
+    if outside:
+        raise DraftError(
+            f"the draft's q has mass beyond the target's {p.shape[-1]} tokens; cut its logits to them first."
+        )
+    if uneven:
+        raise DraftError(
+            "a row of the draft's q does not sum to one; give the distribution its token was drawn from."
+        )
+    if unlikely:
+        raise DraftError(
+            "the draft's q gives a proposed token probability zero; give the distribution it was drawn from."
+        )
+    return torch.cat([drafted[:kept], last])[:rows], kept
+
+
+def accept_tree(
+    proposal: Proposal,
+    logits: Tensor,
+    ids: Tensor,
+    warp: Warp | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The tokens to commit, [k + 1] long, and the path [k] of proposed tokens among them, from the root down.
+
+    logits [n + 1, V]: row 0 follows the last committed token, row i + 1 the branch that ends in token i. From the root on
+    the target chooses, or draws, its own next token; where a child says the same the walk goes on below it. Sampling this
+    is exact, and it is the most that can be kept: for children that are chosen without chance, rejection over siblings one
+    after the other accepts with the same probability, the target's mass on all of them.
+    """
+    check(proposal)
+    assert proposal.parents is not None
+    tokens, parents = proposal.ids.cpu(), proposal.parents.cpu()
+    if logits.shape[0] != tokens.numel() + 1:
+        raise DraftError(
+            f"{tokens.numel()} proposed tokens need {tokens.numel() + 1} rows of logits; {logits.shape[0]} were given."
+        )
+    if warp is None:
+        # Made before the device is waited for, which has the step to do meanwhile.
+        tokens, sees = distinct(tokens, parents), proposal.branches.sees
+        best = logits.argmax(-1).cpu()
+        path = judge_tree(tokens, parents, sees, best).nonzero()[:, 0]
+        return best[torch.nn.functional.pad(path + 1, (1, 0))].to(logits.device), path
+    said, nodes = ids.to(logits.device), [-1]
+    while True:
+        said = torch.cat([said, draw(_real(warp(said, logits[nodes[-1] + 1])), generator)])
+        child = ((parents == nodes[-1]) & (tokens == int(said[-1]))).nonzero()
+        if not len(child):
+            return said[ids.numel() :], torch.tensor(nodes[1:], dtype=torch.long)
+        nodes.append(int(child[0]))
+
+
+def check(proposal: Proposal) -> None:
+    """Raise `DraftError` for a proposal that cannot be verified; of what is on a device only a tree's parents are read."""
+    ids, q = proposal.ids, proposal.q
+    if ids.ndim != 1 or ids.dtype != torch.long:
+        raise DraftError(f"Proposal.ids must be [n] long; it is {list(ids.shape)} {ids.dtype}.")
+    if proposal.parents is not None:
+        _check_tree(proposal, proposal.parents)
+    if q is not None and (q.ndim != 2 or q.shape[0] != ids.numel()):
+        raise DraftError(
+            f"Proposal.q must be [{ids.numel()}, V], a row for each token; it is {list(q.shape)}."
+        )
+
+
+def _check_tree(proposal: Proposal, parents: Tensor) -> None:
+    if parents.shape != proposal.ids.shape or parents.dtype != torch.long:
+        raise DraftError(
+            f"Proposal.parents must be [{proposal.ids.numel()}] long; it is {list(parents.shape)} {parents.dtype}."
+        )
+    if any(not -1 <= parent < node for node, parent in enumerate(parents.tolist())):
+        raise DraftError(
+            "Proposal.parents: a token stands before its parent; list parents first, -1 for the root."
+        )
+    if proposal.q is not None:
+        raise DraftError(
+            "the draft proposed a tree with probabilities (Proposal.q); choose children without chance, and leave q out."
+        )
+
+
+def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
+    """How many proposed tokens are kept, [...] long, and the weights [..., V] to draw the next token from.
+
+    ids [..., n], p [..., n + 1, V], q [..., n, V] or None for point masses, u [..., n] independent uniforms of [0, 1).
+    Shapes are static and nothing is read back. A token that p does not hold (id < 0 or >= V) is refused.
+    """
+    n, vocab = ids.shape[-1], p.shape[-1]
+    inside = (ids >= 0) & (ids < vocab)
+    at = ids.clamp(0, vocab - 1)[..., None]
+    p_x = p[..., :n, :].gather(-1, at)[..., 0]
+    q_x = torch.ones_like(p_x) if q is None else q.gather(-1, at)[..., 0]
+    # u < p / q without the division: right for q = 0, and p = 0 is refused even when u = 0.
+    kept = ((u * q_x < p_x) & inside).long().cumprod(-1).sum(-1)
+    here = kept[..., None, None]
+    p_row = p.gather(-2, here.expand(*kept.shape, 1, vocab))[..., 0, :]
+    # Past the last proposed token nothing was proposed: q is zero there and the residual is p itself.
+    if q is None:
+        none = torch.full_like(ids[..., :1], vocab)
+        x = torch.cat([torch.where(inside, ids, vocab), none], -1).gather(-1, kept[..., None])
+        q_row = (torch.arange(vocab, device=p.device) == x).to(p)
+    else:
+        q_row = torch.cat([q, torch.zeros_like(q[..., :1, :])], -2).gather(
+            -2, here.expand(*kept.shape, 1, vocab)
+        )[..., 0, :]
+    rest = (p_row - q_row).clamp(min=0)
+    # Where p and q agree to the last bit a refusal is a rounding accident and the residual empty; p is then the limit.
+    return kept, torch.where(rest.sum(-1, keepdim=True) > 0, rest, p_row)
+
+
+def distinct(ids: Tensor, parents: Tensor) -> Tensor:
+    """Tokens `ids` [n] of a tree, -1 in the place of each that an earlier sibling equals."""
+    equal = (ids[:, None] == ids) & (parents[:, None] == parents)
+    return ids.masked_fill(equal.tril(-1).any(-1), -1)
+
+
+def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
+    """Which proposed tokens of a tree are kept, [n] bool: one branch, of tokens that the target says after their parents.
+
+    ids [n], `distinct`, and parents [n]: the tree; `sees` [n + 1, n + 1] that of its `Branches`; best [n + 1]: what the
+    target says after the last committed token and after each of the tree's. Shapes are static and nothing is read back.
+    """
+    return ((best[parents + 1] == ids) | ~sees[1:, 1:]).all(-1)
+
+
+def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One index [1] long of the weights `p` [V], on the device of `p` whatever the generator's."""
+    if generator is None or generator.device == p.device:
+        return torch.multinomial(p, 1, generator=generator)
+    return torch.multinomial(p.to(generator.device), 1, generator=generator).to(p.device)
+
+
+def resize(x: Tensor, vocab: int, fill: float) -> Tensor:
+    """`x` [..., V'] cut or lengthened with `fill` to [..., vocab]."""
+    short = vocab - x.shape[-1]
+    return x[..., :vocab] if short <= 0 else torch.nn.functional.pad(x, (0, short), value=fill)
+
+
+def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """[3] long: mass beyond the vocabulary, a row that does not sum to one (or holds NaN), a token q could not give."""
+    outside = (q[:, vocab:] > 0).any()
+    uneven = ~((q.sum(-1) - 1).abs() <= UNIT_SLACK).all() | (q < 0).any()
+    beyond = (ids < 0) | (ids >= q.shape[-1])
+    unlikely = ~(q.gather(-1, ids.clamp(0, q.shape[-1] - 1)[:, None]) > 0).all() | beyond.any()
+    return torch.stack([outside, uneven, unlikely]).long()
+
+
+def _real(p: Tensor) -> Tensor:
+    return p if p.dtype == torch.float64 else p.float()

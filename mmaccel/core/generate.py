@@ -1,13 +1,15 @@
 """The decoding loop: draft, verify, commit. One loop for every draft; no draft at all is the draft that proposes nothing.
 
-And the deadline of a call that decodes: its timeout, or that another thread cancels it.
+And by what a call that decodes ends, its `Deadline`, and what a question on a stream gets, an `Answer`.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
 
@@ -15,20 +17,22 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Runner
-from mmaccel.core.draft import DraftState, Prompt, Proposal
+from mmaccel.core.draft import DraftState, Prompt, Proposal, accept, accept_tree, check
 from mmaccel.core.errors import DraftError, ModelError, shown, warn
 from mmaccel.core.report import Rounds
-from mmaccel.core.verify import accept, accept_tree, check
 
 Over = Literal["timeout", "cancelled"]
+FinishReason = Literal["stop", "length", "positions", "timeout", "cancelled"]
 
 WAIT_S = 0.05
 """Seconds between two checks of the deadline while a call waits for a lock."""
+MAX_NEW_TOKENS = 128
+"""The default of `max_new_tokens`, in sessions and on the command line."""
 
 
 def speculate(
     target: Runner,
-    draft: DraftState,
+    draft: DraftState | None,
     prompt: Prompt,
     first: Tensor,
     *,
@@ -99,10 +103,10 @@ class CarefulDraft:
 class Speculation:
     """One sequence being decoded: `ids` [1, S + m], the prompt's and those committed so far, and whether it has `ended`.
 
-    `draft` has begun and `target` has run the prompt, with `first` [1, V] as logits. `stop` is asked once for each new
-    token, in order, with all ids up to it [1, S']; the first True ends the sequence at that token, inside a verified window
-    too. `emit` gets new tokens [m'] as they are committed; to `rows`, where given, the target's logits [m', V] float32 of
-    these are appended. At the end the target has run all ids but the last.
+    `draft` (None: the target goes alone) has begun and `target` has run the prompt, with `first` [1, V] as logits. `stop` is
+    asked once for each new token, in order, with all ids up to it [1, S']; the first True ends the sequence at that token,
+    inside a verified window too. `emit` gets new tokens [m'] as they are committed; to `rows`, where given, the target's
+    logits [m', V] float32 of these are appended. At the end the target has run all ids but the last.
 
     A draft that raises is dropped, with a `MmaccelWarning` and a word to the meter, and the target goes on alone: no token
     is lost or changed. The meter counts what verification agreed to, before `stop` cuts.
@@ -111,7 +115,7 @@ class Speculation:
     def __init__(
         self,
         target: Runner,
-        draft: DraftState | CarefulDraft,
+        draft: DraftState | CarefulDraft | None,
         prompt: Prompt,
         first: Tensor,
         *,
@@ -255,3 +259,101 @@ class Deadline:
             yield
         finally:
             lock.release()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Frames an answer rests on: one unit of the stream.
+
+    frames    first and last frame, numbered from the start of the stream
+    seconds   when the first was shown
+    share     of the layers, how many looked at it: recalled it, or had it in their local window; 0 where all that they
+              looked at is what stands for it, or for it and others
+    recalled  of the layers, how many recalled it
+    score     of all that reached the answer's first token from units, the part that came from this one, 0 to 1, by attention
+              from layer to layer (rollout); None where the memory does not tell it
+    """
+
+    frames: tuple[int, int]
+    seconds: float
+    share: float
+    recalled: float
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said of a stream, and what it took.
+
+    `ttft_s` seconds from the question to its first token on the host; `tokens_per_s` of the tokens after it, or None when
+    there was none; `evidence` in order of time; `counters` those of the memory and of the draft. The memory's are of the
+    session up to this answer, watching and earlier questions too: what one question copied (`host_copies_in`,
+    `host_bytes_in`) is its counters less `VideoSession.counters()` before it was asked.
+
+    finish_reason  why the answer ends: "stop", the model generated an end token; "length", it has `max_new_tokens`;
+                   "positions", the model has no position for another token; "timeout" or "cancelled", the caller ended
+                   it, perhaps before its first token (then `ids` is empty and `ttft_s` 0)
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    ttft_s: float
+    tokens_per_s: float | None
+    evidence: tuple[Evidence, ...] = ()
+    counters: dict[str, float] = field(default_factory=dict)
+    finish_reason: FinishReason = "stop"
+
+    def __repr__(self) -> str:
+        """The text and what it took; evidence and counters are attributes."""
+        pace = "" if self.tokens_per_s is None else f", then {self.tokens_per_s:.1f} tokens/s"
+        taken = f"{len(self.ids)} tokens, the first after {self.ttft_s:.3f} s{pace}"
+        return f"Answer({self.text!r}, finish_reason={self.finish_reason!r}, {taken})"
+
+    def top(self, count: int = 8) -> list[Evidence]:
+        """The frames of which most reached the answer, best first; where that is not known those most layers recalled."""
+        order = sorted(self.evidence, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))
+        return order[:count]
+
+
+class Reply(Iterator[str]):
+    """The pieces of an answer's text as they come; `answer` is the whole once they are all there.
+
+    Decoding goes on by itself while a piece is being read. Closing it, or leaving it to be collected, ends the answer.
+    """
+
+    def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
+        self.answer: Answer | None = None
+        # The thread holds none of `self`, so that an answer nobody reads is collected, and ends.
+        pieces: queue.SimpleQueue[str | Answer | BaseException] = queue.SimpleQueue()
+        self._pieces, self._deadline, self._over = pieces, deadline, False
+
+        def run() -> None:
+            try:
+                pieces.put(work(pieces.put))
+            except BaseException as error:  # told where the pieces are read
+                pieces.put(error)
+
+        self._thread = threading.Thread(target=run, name="mmaccel-answer", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> str:
+        if self._over:
+            raise StopIteration
+        piece = self._pieces.get()
+        if isinstance(piece, str):
+            return piece
+        self._over = True
+        self._thread.join()
+        if isinstance(piece, BaseException):
+            raise piece
+        self.answer = piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the answer; what was said so far is lost with it."""
+        self._over = True
+        self._deadline.cancel()
+        self._thread.join()
+
+    def __del__(self) -> None:
+        self._deadline.cancel()

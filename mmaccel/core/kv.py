@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.positions import PositionIds
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.registry import Policy, refuse_former_names
 
 

@@ -1,16 +1,21 @@
-"""What each token of a prompt is: modality, segment, frame and cell; made by the model adapter, used by everyone."""
+"""What each token of a prompt is (`TokenLayout`), and the rotary positions of those of a stream (`PositionIds`)."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 MODALITIES = {TEXT: "text", IMAGE: "image", VIDEO: "video"}
+
+NEAR = 1e-3
+"""Share of a unit's interval: a unit this near to its time at the even rate counts as even."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,3 +169,199 @@ class TokenLayout:
 
     def to(self, device: torch.device | str) -> TokenLayout:
         return self._map(lambda t: t.to(device))
+
+
+class Pace(NamedTuple):
+    """For positions that are seconds: positions a second, and the seconds of a unit at the stream's even rate."""
+
+    second: float
+    unit: float
+
+
+class PositionIds:
+    """Positions of the head, of any unit, and of the text after any number of units.
+
+    All results are long, [n], or [3, n] for M-RoPE. A unit's place follows from its number alone: give true numbers for
+    *original* places, and ranks among what is seen for *compact* ones. When a prefix of the stream is seen they are equal,
+    and equal to what the model gives the same prompt.
+
+    Made by the session from the model's own rope index: `head` [A, h], `unit` [A, P] (those of unit 0), with A = 1 or 3;
+    `steps(n)` [n] long, what is added to the first coordinate of units 0 .. n - 1; `text` the position of the first token
+    after one unit, `slope` how much a further unit adds to it. `limit` is the length the model was made for.
+
+    `pace`: positions are seconds. `told` then says when units were shown, and a unit's *own* place follows from that: in
+    slots, intervals of the even rate since the first unit, in which a unit of an even stream has its number. A unit between
+    two slots stands where the model has a frame of that second; one further out than `limit`, at the limit.
+    """
+
+    def __init__(
+        self,
+        head: Tensor,
+        unit: Tensor,
+        steps: Callable[[int], Tensor],
+        text: int,
+        slope: int,
+        limit: int,
+        pace: Pace | None = None,
+    ) -> None:
+        self._head, self._unit, self._make = head, unit, steps
+        self._text, self._slope = text, slope
+        self._steps, self._known = torch.zeros(0, dtype=torch.long), list[int]()
+        self._upto(32)
+        # On the host, for a question is not to wait for the device.
+        self._last, self._largest = int(unit[0].max()), int(unit.max())
+        self.axes, self.limit = head.shape[0], limit
+        """1, or 3 for M-RoPE; and the positions that the model has."""
+        self._pace, self._origin, self._slots = pace, 0.0, list[float]()
+        # The first unit that is not in the slot of its number, and what is added for each unit, as far as it is told.
+        self._odd: int | None = None
+        self._own = torch.zeros(0, dtype=torch.long, device=head.device)
+
+    # Units at times of their own.
+
+    def told(self, first: int, times: Sequence[float]) -> None:
+        """Units from `first` on are shown at `times`, in seconds; forgets the times of later units."""
+        pace, slots = self._pace, self._slots
+        if pace is None or first > len(slots):
+            return
+        del slots[first:]
+        if not first and times:
+            self._origin = times[0]
+        for moment in times:
+            slot = (moment - self._origin) / pace.unit
+            even = float(round(slot))
+            slots.append(even if abs(slot - even) < NEAR else slot)
+        begin = 0 if self._odd is None else first
+        if self._odd is None or self._odd >= first:
+            self._odd = next((unit for unit in range(first, len(slots)) if slots[unit] != unit), None)
+        if self._odd is None or not slots[begin:]:
+            return
+        if len(slots) > self._own.numel():
+            self._own = torch.nn.functional.pad(self._own, (0, 2 * len(slots) - self._own.numel()))
+        steps = torch.tensor([self._step(slot) for slot in slots[begin:]])
+        self._own[begin : len(slots)] = steps.to(self._own.device)
+
+    def at(self, unit: int) -> float:
+        """The slot of a unit; one without a known time follows the last."""
+        if self._odd is None:
+            return unit
+        last = len(self._slots) - 1
+        return self._slots[unit] if unit <= last else self._slots[last] + unit - last
+
+    def slots(self, count: int) -> int:
+        """Slots up to the last of `count` units."""
+        return math.floor(self.at(count - 1)) + 1 if count else 0
+
+    @property
+    def even(self) -> bool:
+        """Whether every unit is in the slot of its number."""
+        return self._odd is None
+
+    def own(self, first: int, count: int, base: int = 0) -> Tensor:
+        """[count * P] or [3, count * P]: units ``first .. first + count`` at their own times, less `base` slots."""
+        if self._odd is None:
+            return self.units(first - base, count)
+        if not base:
+            return self._placed(self._own[first : first + count])
+        steps = [self._step(self.at(unit) - base) for unit in range(first, first + count)]
+        return self._placed(torch.tensor(steps, dtype=torch.long, device=self._own.device))
+
+    def _step(self, slot: float) -> int:
+        """What is added to the first coordinate in a slot, 0 before the first."""
+        whole = int(max(slot, 0))
+        if slot <= whole and whole < self.limit:
+            self._upto(whole + 1)
+            step = self._known[whole]
+        else:
+            assert self._pace is not None
+            step = math.floor(slot * self._pace.unit * self._pace.second + NEAR * NEAR)
+        return min(step, self.limit - 1 - self._last)
+
+    # Units by number: all of them at an even rate, or ranks among those that are seen.
+
+    def head(self) -> Tensor:
+        """[h] or [3, h]."""
+        return self._shaped(self._head)
+
+    def units(self, first: int, count: int) -> Tensor:
+        """[count * P] or [3, count * P]: units ``first .. first + count``."""
+        return self._placed(self._upto(first + count)[first : first + count])
+
+    def chosen(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
+        """[k * P] or [3, k * P]: the units of `numbers` [k] long, on any device; none is larger than `most`. With `token`
+        that one of each unit: [k] or [3, k]. `own`: at their own times."""
+        return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
+
+    def cells(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
+        """[k] or [3, k]: single tokens, by column: u * P + c is token c of unit u; no unit is larger than `most`. `own`: at
+        their own times."""
+        columns, tokens = columns.to(self._head.device), self._unit.shape[1]
+        out = self._unit[:, columns % tokens].clone()
+        out[0] += self._table(most + 1, own)[columns // tokens]
+        return self._shaped(out)
+
+    def tail(self, units: int, start: int, count: int) -> Tensor:
+        """[count] or [3, count]: columns ``start .. start + count`` of what follows the video after `units` units."""
+        begin = self._text + (units - 1) * self._slope + start
+        row = torch.arange(begin, begin + count, device=self._head.device)
+        return self._shaped(row.expand(self.axes, -1))
+
+    def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
+        """[count] or [3, count]: columns ``start .. start + count`` of what follows `units` units: first the `pending`
+        columns of units that are not among them, if any, from their beginning or not at all; then the text. `own`: units
+        are at their own times."""
+        more = pending // self._unit.shape[1]
+        if start >= pending:
+            return self.tail(units + more, start - pending, count)
+        first = self.own(units, more) if own else self.units(units, more)
+        return torch.cat([first, self.tail(units + more, 0, count - pending)], -1)
+
+    def span(self, units: int, own: bool = False) -> int:
+        """The largest position that `units` units and their text's first token take. `own`: at their own times."""
+        last = max(units, 1) - 1
+        self._upto(last + 1)
+        step = self._step(self.at(last)) if own and self._odd is not None else self._known[last]
+        return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
+
+    def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
+        """The position of the last of `rows` columns after `units` units, as `after` has them, and how many positions all
+        take up to there: of three coordinates that of time may be further out than the text. `own`: as there."""
+        whole = units + pending // self._unit.shape[1]
+        last = self._text + (whole - 1) * self._slope + rows - pending - 1
+        return last, max(last, self.span(whole, own)) + 1
+
+    def admits(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
+        """Whether the model has the positions of `ends`, and one more for an answer."""
+        last, taken = self.ends(units, pending, rows, own)
+        return last + 1 < self.limit and taken <= self.limit
+
+    def known(self, count: int, own: bool = False) -> int:
+        """How many units, `count` or more, can be looked up before the table is made anew."""
+        return self._table(count, own).numel()
+
+    def mark(self, count: int) -> tuple[int, int]:
+        """Where the places of `count` units are looked up; it changes when a table is made anew."""
+        return self._upto(count).data_ptr(), 0 if self._odd is None else self._own.data_ptr()
+
+    def _table(self, count: int, own: bool) -> Tensor:
+        return self._own if own and self._odd is not None else self._upto(count)
+
+    def _upto(self, count: int) -> Tensor:
+        """The steps of at least `count` units, where the head is; `_known` has them on the host."""
+        if count > self._steps.numel():
+            steps = self._make(2 * count)
+            self._steps, self._known = steps.to(self._head.device), steps.tolist()
+        return self._steps
+
+    def _placed(self, steps: Tensor, token: int | None = None) -> Tensor:
+        unit = self._unit if token is None else self._unit[:, token, None]
+        if self.axes == 1:
+            # A question asks for this at every layer: one launch.
+            return (unit + steps[:, None]).flatten()
+        out = unit[:, None, :].expand(-1, steps.numel(), -1).clone(memory_format=torch.contiguous_format)
+        out[0] += steps[:, None]
+        return out.flatten(1)
+
+    @staticmethod
+    def _shaped(positions: Tensor) -> Tensor:
+        return positions[0] if positions.shape[0] == 1 else positions

@@ -1,5 +1,7 @@
 """The contract of a token pruner: which visual tokens are worth keeping, judged by signals of a model's prefill.
 
+And what reads such signals while the layers run, a `Probe`.
+
 Visual tokens are those of images and of videos. Letters: S columns, m visual tokens that may go, n rows of text, E hidden
 size.
 """
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, UnknownName, shown, warn
+from mmaccel.core.kv import KVState
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import Policy
 
@@ -35,6 +38,40 @@ class Signals(dict[str, Tensor]):
         raise RecipeError(
             f"prune: keep reads {name!r}, which is not there; put it in needs, and its layers in the stage."
         )
+
+
+NO_COLUMNS = TokenLayout.text(1, 0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrefillPass:
+    """What a `Probe` reads of a pass over new columns ``start .. start + n`` of a batch.
+
+    layout  every column up to the last new one; of a stream none
+    state   the memory; None: the caller hands over all keys
+    """
+
+    layout: TokenLayout = NO_COLUMNS
+    start: int = 0
+    state: KVState | None = None
+
+
+class Probe:
+    """Reads what the layers of one pass compute. It belongs to the pass, so that passes of other threads do not reach
+    it. Override what is to be read; an error raised here ends the pass.
+    """
+
+    def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
+        """`hidden` [B, n, E], the new columns of `run`, enters `layer`; where `layer` is the number of layers, it leaves
+        the last one.
+
+        Called only for the layers that the draft's pruner of the attached recipe reads.
+        """
+
+    def attending(
+        self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> None:
+        """What enters the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 Work = Callable[[], tuple[Tensor, ...]]
-_First = tuple[Tensor, ...] | Literal["unfit"]
-"""Where the results of work that has run once will go (nowhere: empty); or that it cannot be captured."""
-
 _alone = threading.Lock()
 """Held while something is captured: a stream captures one thing at a time, and models may be at work in several threads."""
 
@@ -59,16 +56,14 @@ class Replays:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._works = device.type == "cuda"
-        self._held: dict[Hashable, dict[Hashable, _Replay | _First]] = {}
+        self.works = device.type == "cuda"
+        """Whether anything is captured: then a number of the host that changes is best given to work by a tensor."""
+        # By name and place: a capture; where results of work that has run once will go (nowhere: empty); or that it cannot
+        # be captured.
+        self._held: dict[Hashable, dict[Hashable, _Replay | tuple[Tensor, ...] | Literal["unfit"]]] = {}
         self._rooms: dict[Hashable, Tensor] = {}
         self._mark: Hashable = None
         self._pool: Any = None
-
-    @property
-    def works(self) -> bool:
-        """Whether anything is captured: then a number of the host that changes is best given to work by a tensor."""
-        return self._works
 
     def under(self, mark: Hashable) -> None:
         """Give up all captures and rooms if `mark` is not what it was: what they read has been moved."""
@@ -93,7 +88,7 @@ class Replays:
         Results last until the next call of `name`. Where they are not `lasting`, they are copied nowhere, and any other
         call may write over them.
         """
-        if not self._works:
+        if not self.works:
             return work()
         ways = self._held.setdefault(name, {})
         # The last one used is the last of all.
@@ -115,7 +110,7 @@ class Replays:
                 ways[at] = held  # the next call captures it, if there is room by then
                 return work()
             except RuntimeError:
-                held = UNFIT
+                held = "unfit"  # it waits for the device
         ways[at] = held
         return work() if isinstance(held, str) else held()
 
@@ -131,22 +126,19 @@ def _copied(places: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         torch._foreach_copy_([places[number] for number in some], [out[number] for number in some])
 
 
-UNFIT: Literal["unfit"] = "unfit"
-"""In the place of results: of work that waits for the device, and so cannot be captured."""
-
-
 class _Replay:
     """A captured graph of `work`, whose results go to `out`; if that is empty they stay in the graph's own memory, in which
     graphs captured before may work."""
 
     def __init__(self, work: Work, out: tuple[Tensor, ...], device: torch.device, pool: Any) -> None:
-        self._graph, made = captured(lambda: self._run(work, out), device, pool)
-        self._out = out or made
 
-    def _run(self, work: Work, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        made = work()
-        _copied(out, made)
-        return made
+        def run() -> tuple[Tensor, ...]:
+            made = work()
+            _copied(out, made)
+            return made
+
+        self._graph, made = captured(run, device, pool)
+        self._out = out or made
 
     def __call__(self) -> tuple[Tensor, ...]:
         self._graph.replay()

@@ -254,17 +254,11 @@ class Meter(Rounds):
         self, recipe: dict[str, Any], backend: str, kv: dict[str, float], device: torch.device, why: str = ""
     ) -> Report:
         """The figures so far."""
-        by_head = self.kept_by_head()
-        ttft = rate = None
-        if self.first is not None and self.started is not None:
-            ttft = self.first - self.started
-        if (
-            self.new_tokens > 1
-            and self.first is not None
-            and self.last is not None
-            and self.last > self.first
-        ):
-            rate = (self.new_tokens - 1) / (self.last - self.first)
+        by_head, ttft, rate = self.kept_by_head(), None, None
+        if self.first is not None and self.last is not None:
+            ttft = None if self.started is None else self.first - self.started
+            if self.new_tokens > 1 and self.last > self.first:
+                rate = (self.new_tokens - 1) / (self.last - self.first)
         only = self.sequences[0] if len(self.sequences) == 1 else SequenceMeter(self)
         return Report(
             recipe=recipe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +15,12 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core import session_io
-from mmaccel.core.answer import MAX_NEW_TOKENS, Answer, Reply
-from mmaccel.core.attach import adapter_for
+from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, tell_kept, warn
-from mmaccel.core.generate import Deadline, Ended
+from mmaccel.core.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.stream_adapter import Clip, StreamAdapter
-from mmaccel.core.stream_runner import StreamRunner, moments
+from mmaccel.core.stream_runner import StreamRunner
 
 Progress = Callable[[int, int | None], None]
 
@@ -358,3 +357,20 @@ class VideoSession:
             if self._closed:
                 raise ModelError("the session is closed; open a new one, or resume a saved one.")
             yield
+
+
+def moments(
+    last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
+) -> list[float]:
+    """Ascending seconds of `count` frames that follow one at `last`; `strict`: those given are not moved."""
+    step = 1 / fps if fps else 1.0
+    if given is None:
+        start = 0.0 if last is None else last + step
+        return [start + i * step for i in range(count)]
+    rising = all(a < b for a, b in itertools.pairwise(given))
+    if not rising or (strict and last is not None and given[0] <= last):
+        after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"
+        raise ModelError(f"times: they must rise{after}; give seconds from the start of the stream.")
+    # Another file begins at zero again.
+    shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
+    return [moment + shift for moment in given]

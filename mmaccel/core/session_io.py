@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from mmaccel.core import checkpoint_io, outside
+from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.checkpoint_io import locked, sync, write_private
 from mmaccel.core.errors import MmaccelError, ModelError, shown
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, saved_recipe
-from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.core.stream_runner import StreamInfo, StreamRunner
 
 FORMAT, VERSION = "mmaccel session", 5

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.answer import Evidence, QuestionRunner
+from mmaccel.core.adapter import Branches, Runner
+from mmaccel.core.attach import StreamAdapter
+from mmaccel.core.draft import DraftStrategy, Prompt
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.generate import Deadline
+from mmaccel.core.generate import Deadline, Evidence, FinishReason, speculate
 from mmaccel.core.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.report import Meter
-from mmaccel.core.stream_adapter import StreamAdapter
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
@@ -50,6 +51,111 @@ class StreamInfo:
         """The seconds at which `count` units from number `first` on were shown; None: all of them."""
         end = None if count is None else first + count
         return [self.times[frame] for frame, _ in self.spans[first:end]]
+
+
+@dataclass(eq=False)
+class QuestionRunner(Runner):
+    """A question and its answer on the memory of a stream: the target of the decoding loop.
+
+    hidden    the memory is told what enters each layer
+    ids       [n] of the words after the video
+    left      the tokens of an answer for which the model has positions
+    meter     counts what is decoded
+    evidence  gives the frames that the answer rests on, after the question has run
+    logits    [1, V] of the first token, set by `prefill`
+    """
+
+    seam: StreamAdapter
+    state: StreamState
+    hidden: bool
+    deadline: Deadline
+    ids: Tensor
+    left: int
+    meter: Meter
+    evidence: Callable[[], tuple[Evidence, ...]]
+    logits: Tensor = field(init=False)
+
+    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
+        """Logits [1, V] after a question; `inputs` holds its `piece` and `embeds` [n, E].
+
+        Raises `Ended` when the deadline passes before the last layer.
+        """
+        hidden = self._pass(inputs["piece"], inputs["embeds"], self.deadline.check)
+        self.logits = self.seam.logits(hidden[-1:])
+        return self.logits
+
+    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        if branches is not None:
+            raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
+        piece = StreamPass(kind="answer", rows=ids.shape[1])
+        return self.seam.logits(self._pass(piece, self.seam.words(ids[0])))[None]
+
+    def _pass(self, piece: StreamPass, embeds: Tensor, check: Callable[[], None] | None = None) -> Tensor:
+        self.state.begin_pass(piece)
+        hidden = self.seam.run(self.state, embeds, self.hidden, few=True, check=check)
+        self.state.end_pass()
+        return hidden
+
+    def truncate(self, length: int) -> None:
+        self.state.truncate(length)
+
+    def length(self) -> int:
+        return self.state.length()
+
+    def decode(
+        self, strategy: DraftStrategy, most: int, put: Callable[[str], None] | None
+    ) -> tuple[str, tuple[int, ...], FinishReason]:
+        """Decode at most `most` tokens after the prefill: the text, its ids, and why it ends.
+
+        `put` gets new text as it comes. Warns when the answer ends with the model's positions.
+        """
+        seam, ends, tokens, shown = self.seam, self.seam.ends(), list[int](), ""
+        ids = torch.cat([seam.head(), self.ids])[None]
+        start = ids.shape[1]
+        draft = strategy.open(seam.view) if strategy.active else None
+        prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
+        if draft is not None:
+            draft.begin(prompt)
+        reason: FinishReason = "stop"
+
+        def stop(ids: Tensor) -> bool:
+            """Whether the answer ends with the last of `ids` [1, S]; notes why."""
+            nonlocal reason
+            count, over = ids.shape[1] - start, self.deadline.over()
+            if int(ids[0, -1]) in ends:
+                return True
+            if count >= most:
+                reason = "length"
+            elif count >= self.left:
+                reason = "positions"
+            elif over is not None:
+                reason = over
+            return reason != "stop"
+
+        def text(whole: bool) -> str:
+            """The text so far; `put` gets what is new of it, a character of several tokens with its last one."""
+            nonlocal shown
+            text = seam.decode(torch.tensor(tokens, dtype=torch.long)) if tokens else ""
+            # Until then such a character is a replacement mark.
+            if put is not None and len(text) > len(shown) and (whole or not text.endswith("\ufffd")):
+                put(text[len(shown) :])
+                shown = text
+            return text
+
+        def emit(new: Tensor) -> None:
+            """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
+            self.meter.token(new.numel())
+            tokens.extend(token for token in new.tolist() if token not in ends)
+            if put is not None:
+                text(whole=False)
+
+        speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=self.meter)
+        if reason == "positions":
+            warn(
+                "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); "
+                "ask in fewer words, or open the session with a kv that keeps less."
+            )
+        return text(whole=True).strip(), tuple(tokens), reason
 
 
 class StreamRunner:
@@ -289,20 +395,3 @@ def filled(frames: Tensor, pace: int) -> Tensor:
     """`frames` with the last repeated, as processors do, to fill whole units."""
     short = -len(frames) % pace
     return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
-
-
-def moments(
-    last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
-) -> list[float]:
-    """Ascending seconds of `count` frames that follow one at `last`; `strict`: those given are not moved."""
-    step = 1 / fps if fps else 1.0
-    if given is None:
-        start = 0.0 if last is None else last + step
-        return [start + i * step for i in range(count)]
-    rising = all(a < b for a, b in itertools.pairwise(given))
-    if not rising or (strict and last is not None and given[0] <= last):
-        after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"
-        raise ModelError(f"times: they must rise{after}; give seconds from the start of the stream.")
-    # Another file begins at zero again.
-    shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
-    return [moment + shift for moment in given]

@@ -60,8 +60,8 @@ class Wire:
     def __init__(self, end: socket.socket, silence_s: float | None = None) -> None:
         self.silence_s = silence_s
         self._end, self._lock = end, threading.Lock()
-        # A message on its way in: its parts that are whole, and the one that is coming, of which `_at` bytes are there.
-        self._parts: list[bytearray] = []
+        # Of a message on its way in: kind and count of numbers, once known; and the part of which `_at` bytes are there.
+        self._head: tuple[int, int] | None = None
         self._part, self._at = bytearray(_HEAD.size), 0
         self.begun: float | None = None
         self.busy = False
@@ -86,40 +86,31 @@ class Wire:
         """
         until = None if limit_s is None else time.monotonic() + limit_s
         try:
+            poll = select.poll()  # `select.select` would refuse the files of a program that has many open
+            poll.register(self._end, select.POLLIN)
             while True:
-                if self._at == len(self._part):
-                    if (message := self._next_part()) is not None:
-                        return message
-                elif not self._take(None if until is None else max(0.0, until - time.monotonic())):
-                    return None
+                while self._at < len(self._part):
+                    if not poll.poll(None if until is None else 1e3 * max(0.0, until - time.monotonic())):
+                        return None
+                    count = self._end.recv_into(memoryview(self._part)[self._at :])
+                    if not count:
+                        raise DraftError("the second process has ended.")
+                    self._at += count
+                    self.begun = self.begun or time.monotonic()
+                part, self._at = self._part, 0
+                if self._head is None:
+                    magic, kind, count, size = _HEAD.unpack(part)
+                    if magic != _MAGIC or size > _MOST:
+                        raise DraftError("the second process sent a malformed message.")
+                    self._head, self._part = (kind, count), bytearray(8 * count + size)
+                    continue
+                (kind, count), self._head, self.begun = self._head, None, None
+                self._part = bytearray(_HEAD.size)
+                numbers = struct.unpack_from(f"<{count}q", part)
+                del part[: 8 * count]
+                return Message(kind, numbers, part)
         except (OSError, ValueError) as error:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
-
-    def _take(self, limit_s: float | None) -> bool:
-        """Some bytes of the part that is coming, or False where none are there within `limit_s`."""
-        poll = select.poll()  # `select.select` would refuse the files of a program that has many open
-        poll.register(self._end, select.POLLIN)
-        if not poll.poll(None if limit_s is None else 1e3 * limit_s):
-            return False
-        count = self._end.recv_into(memoryview(self._part)[self._at :])
-        if not count:
-            raise DraftError("the second process has ended.")
-        self._at += count
-        self.begun = self.begun or time.monotonic()
-        return True
-
-    def _next_part(self) -> Message | None:
-        """A part is whole: head, numbers, bytes. The message, where it was the last one."""
-        self._parts.append(self._part)
-        magic, kind, count, size = _HEAD.unpack(self._parts[0])
-        if magic != _MAGIC or size > _MOST:
-            raise DraftError("the second process sent a malformed message.")
-        coming = {1: 8 * count, 2: size, 3: _HEAD.size}[len(self._parts)]
-        self._part, self._at = bytearray(coming), 0
-        if len(self._parts) < 3:
-            return None
-        (_, numbers, blob), self._parts, self.begun = self._parts, [], None
-        return Message(kind, struct.unpack(f"<{count}q", numbers), blob)
 
 
 class Outbox:
@@ -327,22 +318,22 @@ def _end(
 @contextlib.contextmanager
 def beating(wire: Wire) -> Iterator[None]:
     """While inside, the other end hears twice a second that this one is at work."""
+
+    def beat() -> None:
+        with contextlib.suppress(DraftError):
+            while True:
+                time.sleep(BEAT_S)
+                if wire.busy:
+                    wire.send(BEAT)
+
     wire.busy = True
     if wire.pulse is None:
-        wire.pulse = threading.Thread(target=_beat, args=(wire,), daemon=True)
+        wire.pulse = threading.Thread(target=beat, daemon=True)
         wire.pulse.start()
     try:
         yield
     finally:
         wire.busy = False
-
-
-def _beat(wire: Wire) -> None:
-    with contextlib.suppress(DraftError):
-        while True:
-            time.sleep(BEAT_S)
-            if wire.busy:
-                wire.send(BEAT)
 
 
 def inbox(wire: Wire) -> Iterator[Message]:

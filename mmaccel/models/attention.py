@@ -18,10 +18,10 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel.core.attention import ForwardPass
-from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import PrefillPass, Probe
 from mmaccel.core.recipe import Recipe
 
 ATTENTION = "mmaccel"

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 
 from mmaccel.backends.ops import pointwise
 from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_of, unwrapped
-from mmaccel.core.attach import Accelerated, ModelFamily
+from mmaccel.core.attach import Accelerated, ModelFamily, StreamAdapter
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
-from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
-from mmaccel.core.positions import Pace
+from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, Pace, TokenLayout
 from mmaccel.core.registry import registry
-from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import normed, rotated
 from mmaccel.models.prompt_layout import PIXELS, Grid, ProcessorStyle, cells, is_given, question_mask
@@ -175,9 +173,11 @@ class Family(ModelFamily):
         return self.text(model).layers  # type: ignore[return-value]
 
     def rotary(self, model: nn.Module) -> nn.Module:
+        """The rotary embedding module of the language model."""
         return self.text(model).rotary_emb  # type: ignore[return-value]
 
     def pointwise(self, model: nn.Module) -> list[nn.Module]:
+        """Modules of the language model that act on each row alone: safe to run in chunks of rows."""
         found: list[nn.Module] = [self.text(model).norm]  # type: ignore[list-item]
         for layer in self.layers(model):
             found += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]  # type: ignore[list-item]

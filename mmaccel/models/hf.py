@@ -247,9 +247,9 @@ class Attachment(Attaching):
                 self.sequences[cache] = Columns(layout, delta)
         run = ForwardPass(
             self.owner.attention,
-            cache.state if isinstance(cache, KVCache) else None,
-            layout,
-            start,
+            state=cache.state if isinstance(cache, KVCache) else None,
+            layout=layout,
+            start=start,
             prefill=not note.verify and (count > 1 or start == 0),
             branches=note.branches,
             probes=note.probes,

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.layout import IMAGE, VIDEO
-from mmaccel.core.positions import Pace
+from mmaccel.core.layout import IMAGE, VIDEO, Pace
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Features, Inputs
 from mmaccel.models.modules import rotated

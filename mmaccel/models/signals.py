@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attention import ForwardPass
-from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TokenLayout
-from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
+from mmaccel.core.prune import PrefillPass, Probe, Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import METHODS

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView, home_of
-from mmaccel.core.attach import adapter_for
+from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
 from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.errors import ModelError, check_question
-from mmaccel.core.execute import kernel_for
 from mmaccel.core.kv import StreamState
-from mmaccel.core.positions import PositionIds
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.stream_adapter import Clip, StreamAdapter
+from mmaccel.core.sparse import kernel_for
 from mmaccel.models import step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.install import Hooks, gate_of
@@ -234,7 +233,7 @@ class HFStreamAdapter(StreamAdapter):
         check: Callable[[], None] | None = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
-        run = ForwardPass(self._attention, state, prefill=False, stream=True, check=check)
+        run = ForwardPass(self._attention, state=state, prefill=False, stream=True, check=check)
         steps = self._few if few and embeds.device.type in step.DEVICES else None
         if steps is not None and steps.serves(embeds):
             with self._busy():

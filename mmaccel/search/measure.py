@@ -17,12 +17,11 @@ from mmaccel.backends import select
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.attach import accelerate, adapter_for
 from mmaccel.core.attention import NOTE, Note
-from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError
-from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.plan import AttentionPlan
-from mmaccel.core.sparse import SparsePattern
+from mmaccel.core.prune import PrefillPass, Probe
+from mmaccel.core.sparse import SparsePattern, attend_plan
 from mmaccel.search.space import Slot, built
 
 R = TypeVar("R")

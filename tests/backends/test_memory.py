@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.reference import block_attend
-from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.sparse import attend_plan
 from mmaccel.policies.sparse import AShape, Grid
 
 S = 4096

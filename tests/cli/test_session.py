@@ -19,8 +19,8 @@ from rich.console import Console
 
 from mmaccel.cli import watch as command
 from mmaccel.cli.questions import Typed, below, evidence_table, parsed
-from mmaccel.core.answer import Answer, Evidence
 from mmaccel.core.errors import MmaccelError, ModelError, VideoError
+from mmaccel.core.generate import Answer, Evidence
 from mmaccel.media import Video
 
 Call = Callable[..., tuple[int, str, str]]

@@ -224,7 +224,9 @@ def test_probes_read_what_each_layer_computes_from() -> None:
 
 
 def stream_pass(state: Any, kernel: Any = None, **run: Any) -> ForwardPass:
-    return ForwardPass(AttentionConfig(Recipe(), "auto", kernel), state, prefill=False, stream=True, **run)
+    return ForwardPass(
+        AttentionConfig(Recipe(), "auto", kernel), state=state, prefill=False, stream=True, **run
+    )
 
 
 def stream(view: KVView, inputs: tuple[Tensor, Tensor, Tensor], **run: Any) -> Tensor:

@@ -69,7 +69,7 @@ def test_of_a_short_prompt_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(type(RECIPE.sparse), "max_blocks_total", asked)
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 1.0)}, planning=Line(4 * 2000**2 / 2, 0.0))
-    run = ForwardPass(road(costs), None, TokenLayout.text(1, 1900))
+    run = ForwardPass(road(costs), layout=TokenLayout.text(1, 1900))
     assert not run.pays(0, query(1900), 1900)
     with pytest.raises(AssertionError, match="asked for"):
         run.pays(0, query(2100), 2100)
@@ -89,7 +89,7 @@ def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
 def test_a_layer_runs_what_pays(each: float, name: str) -> None:
     way = road(Costs(Line(0.0, 1.0), {"reference": Line(0.0, each)}))
     q, k = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
-    out = ForwardPass(way, None, TokenLayout.text(1, 100)).attend(0, q, k, k, 0.25)
+    out = ForwardPass(way, layout=TokenLayout.text(1, 100)).attend(0, q, k, k, 0.25)
     assert way.meter.names[0] == (name,) * 4
     torch.testing.assert_close(out, dense_attend(q, k, k, 0.25))
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core import generate
-from mmaccel.core.draft import DraftState, Prompt, Proposal
+from mmaccel.core.draft import DraftState, Prompt, Proposal, accept
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.generate import speculate
-from mmaccel.core.verify import accept
 from tests.core.toy import (
     Meter,
     Rule,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import reference
-from mmaccel.core.execute import attend_plan, launches
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.merge_heads import merge_plans
 from mmaccel.core.plan import (
@@ -24,6 +23,7 @@ from mmaccel.core.plan import (
     span_by_range,
     span_from_table,
 )
+from mmaccel.core.sparse import attend_plan, launches
 from mmaccel.policies.sparse import AShape, Grid
 from tests.policies.sparse.scenes import Scene, scenes, sequence
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mmaccel.backends import reference
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.execute import attend_plan, launches, merge
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import (
     ABSENT,
@@ -30,6 +29,7 @@ from mmaccel.core.plan import (
     span_from_table,
 )
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.sparse import attend_plan, launches, merge
 from tests.backends.oracle import log_sum_exp, masked
 from tests.backends.plans import random_plan
 

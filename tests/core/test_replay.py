@@ -79,7 +79,7 @@ def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.Mon
     monkeypatch.setattr(replay, "_Replay", type("Refuses", (), {"__new__": refuses}))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     replays = replay.Replays(torch.device("cpu"))
-    replays._works = True
+    replays.works = True
     one = torch.ones(3)
     for count in range(1, 5):
         (two,) = replays("twice", lambda n=count: (2 * one * n,))
@@ -113,7 +113,7 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> replay.Replays:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     MADE.clear()
     replays = replay.Replays(torch.device("cpu"))
-    replays._works = True
+    replays.works = True
     return replays
 
 
@@ -192,7 +192,7 @@ def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch: pytest.
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     replays = replay.Replays(torch.device("cpu"))
-    replays._works = True
+    replays.works = True
     for lasting in (True, False):
         for _ in range(3):
             assert torch.equal(replays(lasting, work, lasting=lasting)[0], torch.ones(1))

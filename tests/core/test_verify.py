@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.core.draft import Proposal
+from mmaccel.core.draft import Proposal, accept, draw, judge, resize
 from mmaccel.core.errors import DraftError
-from mmaccel.core.verify import accept, draw, judge, resize
 from tests.core.toy import count_triples, g_test
 
 V = 4

@@ -10,9 +10,9 @@ import torch
 from mmaccel.backends import reference
 from mmaccel.core import attention
 from mmaccel.core.attention import AttentionConfig, ForwardPass
-from mmaccel.core.execute import kernel_for, window_plan
 from mmaccel.core.kv import KVView
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.sparse import kernel_for, window_plan
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -39,7 +39,7 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
 
 
 def stream_pass(state: Any, kernel: Any = None) -> ForwardPass:
-    return ForwardPass(AttentionConfig(Recipe(), "auto", kernel), state, prefill=False, stream=True)
+    return ForwardPass(AttentionConfig(Recipe(), "auto", kernel), state=state, prefill=False, stream=True)
 
 
 class Shown:

@@ -13,8 +13,8 @@ import torch
 
 import mmaccel
 from mmaccel.core import generate
-from mmaccel.core.answer import MAX_NEW_TOKENS
 from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.generate import MAX_NEW_TOKENS
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=4, window=6)

@@ -136,7 +136,7 @@ def test_what_a_hook_hands_over() -> None:
             pipeline_parallel.MoveInputs(place, {}, False)(torch.nn.Identity(), (hidden,), {})
     assert [call.kwargs["non_blocking"] for call in to.call_args_list] == [True, False]
     road: Any = None
-    run = ForwardPass(road, None, TokenLayout.text(1, 4, "cpu"))
+    run = ForwardPass(road, layout=TokenLayout.text(1, 4, "cpu"))
     _, there = one(torch.nn.Identity(), (moved,), {"attention_mask": run})
     assert there["attention_mask"].layout.device == meta and not there["attention_mask"].layout.padded
 

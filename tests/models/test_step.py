@@ -44,7 +44,7 @@ class Calls(TorchDispatchMode):
 
         def works(one: Any, device: torch.device) -> None:
             plain(one, device)
-            one._works = True
+            one.works = True
 
         monkeypatch.setattr(Repeated, "__call__", noted)
         monkeypatch.setattr(replay, "_Replay", Repeated)

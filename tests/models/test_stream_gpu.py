@@ -116,7 +116,7 @@ def test_a_question_waits_for_nothing_before_its_first_token(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, session = on_gpu("random-ov", torch.bfloat16, CLUSTERED if kv == "mosaic" else TIGHT[kv])
-    prefill = mmaccel.core.answer.QuestionRunner.prefill
+    prefill = mmaccel.core.stream_runner.QuestionRunner.prefill
 
     def watched(self: Any, *args: Any, **named: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -129,7 +129,7 @@ def test_a_question_waits_for_nothing_before_its_first_token(
         session.watch(of_own_size(film(25)), fps=FPS)
         for _ in range(2):
             session.ask(QUESTION, 1)
-        monkeypatch.setattr(mmaccel.core.answer.QuestionRunner, "prefill", watched)
+        monkeypatch.setattr(mmaccel.core.stream_runner.QuestionRunner, "prefill", watched)
         assert session.ask(QUESTION, 1).counters["host_bytes_in"] > 0
 
 
@@ -156,7 +156,7 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
             for session in (plain, replayed):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
-                live.state.replays._works = live.seam._few._replays._works = session is replayed
+                live.state.replays.works = live.seam._few._replays.works = session is replayed
                 found.append(torch.stack([logits(session) for _ in range(3)]))
             assert (found[0] - found[1]).abs().max() <= 1e-5
     assert made

@@ -39,7 +39,7 @@ def opened(name: str, kv: Any) -> mmaccel.VideoSession:
     return session
 
 
-def rests(answer: mmaccel.core.answer.Answer) -> dict[tuple[int, int], float | None]:
+def rests(answer: mmaccel.core.generate.Answer) -> dict[tuple[int, int], float | None]:
     """What part of what reached an answer came from each moment that a layer looked at."""
     return {one.frames: one.score for one in answer.evidence if one.share}
 
@@ -84,9 +84,9 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(
             for part in film(25).repeat(2, 1, 1, 1).split(10):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
-                live.state._keeps = live.seam._few._replays._works = works
+                live.state._keeps = live.seam._few._replays.works = works
                 if hasattr(live.state, "replays"):
-                    live.state.replays._works = works
+                    live.state.replays.works = works
                 for question in (
                     QUESTION,
                     QUESTION,

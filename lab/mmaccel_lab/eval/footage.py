@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attach import adapter_for
+from mmaccel.core.attach import StreamAdapter, adapter_for
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.session import VideoSession
-from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel_lab.world import World, render
 
 PIECE = 64

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from mmaccel.core.answer import Answer
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.generate import Answer
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.registry import policy, registry
 from mmaccel_lab.eval.cases import tokens_per_frame

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Warp
+from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Warp, draw
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import policy, with_base_dir
-from mmaccel.core.verify import draw
 
 PADDING = 1024
 """Rows by which the embeddings of one vocabulary may differ."""

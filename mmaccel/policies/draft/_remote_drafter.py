@@ -20,10 +20,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.draft import Warp
+from mmaccel.core.draft import UNIT_SLACK, Warp
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.registry import registry
-from mmaccel.core.verify import UNIT_SLACK
 from mmaccel.core.worker import OWN, READY, Blob, Message, Wire, Worker, beating, inbox
 from mmaccel.policies.draft._draft_model import (
     SUPPORT,

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.draft import DraftState, Prompt, Proposal
+from mmaccel.core.draft import DraftState, Prompt, Proposal, draw, resize
 from mmaccel.core.errors import check_least
 from mmaccel.core.registry import register
-from mmaccel.core.verify import draw, resize
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
 
 

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core import generate
-from mmaccel.core.draft import Proposal
+from mmaccel.core.draft import Proposal, accept
 from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
 from mmaccel.core.generate import speculate
-from mmaccel.core.verify import accept
 from mmaccel.policies.draft import _draft_model, parallel
 from mmaccel.policies.draft._draft_model import DraftDecoder, DraftedTokens
 from mmaccel.policies.draft._window_model import Pace, best_window, tokens_per_round

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmaccel
-from mmaccel.core.positions import PositionIds
+from mmaccel.core.layout import PositionIds
 from mmaccel.policies.kv._window import Bases
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
 

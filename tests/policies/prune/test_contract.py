@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmaccel import Recipe, check_policy
-from mmaccel.contract.prefill import DEPTH, check_cuts
-from mmaccel.contract.prompts import signals_for
+from mmaccel.contract.prefill import DEPTH, check_cuts, signals_for
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.prune import TokenPruner, best, checked_stages, quota, spread
 from mmaccel.core.recipe import policy

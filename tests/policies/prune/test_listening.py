@@ -15,9 +15,9 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.attention import NOTE, Note
-from mmaccel.core.draft import DraftStrategy, PrefillPass, Probe
+from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.prune import PrefillPass, Probe, TokenPruner
 from mmaccel.core.report import Meter, SequenceMeter
 from mmaccel.models.install import Hooks
 from mmaccel.models.signals import Listener, hear, paid

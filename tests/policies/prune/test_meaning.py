@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmaccel.contract.prompts import signals_for
+from mmaccel.contract.prefill import signals_for
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import Stage, thin
 from mmaccel.models.signals import received

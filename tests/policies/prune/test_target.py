@@ -12,10 +12,9 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attention import NOTE, Note
-from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import candidates
+from mmaccel.core.prune import PrefillPass, Probe, candidates
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand

@@ -84,7 +84,7 @@ def test_after_the_first_layer_the_data_decide(pitch: int, ran: list[str]) -> No
     object.__setattr__(recipe, "sparse", pattern)
     road = AttentionConfig(recipe, "reference", reference.op, choice=choice)
     query, key = tensors(n)
-    run = ForwardPass(road, None, TokenLayout.text(1, n))
+    run = ForwardPass(road, layout=TokenLayout.text(1, n))
     for layer in range(3):
         run.attend(layer, query, key, key, 0.25)
     assert [road.meter.names[layer][0] for layer in range(3)] == ran

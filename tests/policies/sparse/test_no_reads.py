@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.backends import select
 from mmaccel.backends.ops import operator
-from mmaccel.core.execute import attend_plan, launches
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 from mmaccel.core.merge_heads import merge_plans
 from mmaccel.core.registry import registry
+from mmaccel.core.sparse import attend_plan, launches
 
 from .scenes import Scene, sequence
 from .test_contract import CASES, NAMES, small

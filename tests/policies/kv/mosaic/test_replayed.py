@@ -43,7 +43,7 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
     Replayed.made = 0
     fields: dict[str, Any] = {"positions": positions, "cache": 6, **reps}
     both = [Driven(**fields), Driven(**fields)]
-    both[1].state._keeps = both[1].state.replays._works = True
+    both[1].state._keeps = both[1].state.replays.works = True
     for step in range(26):
         for driven in both:
             driven.watch(3 if step else 14)
@@ -68,7 +68,7 @@ def test_kinds_of_questions_asked_in_turns_keep_their_captures(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     driven = Driven(buffer=0)
     state = driven.state
-    state._keeps = state.replays._works = True
+    state._keeps = state.replays.works = True
     driven.watch(60)
     kinds: list[dict[str, Any]] = [{}, {"frames": 6}, {"local": 1}]
     policies, made = [replace(driven.policy, **kind) for kind in kinds], []

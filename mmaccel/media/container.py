@@ -107,37 +107,32 @@ class Source:
         self._container.close()
 
     def _open(self) -> None:
+        """Open the source, and choose its video; raises `VideoError` where there is none that can be decoded."""
         try:
             self._container: Any = self._opener()
         except (av.error.FFmpegError, OSError, ValueError) as error:
             raise VideoError(*address.why_not_open(self.name, error)) from error
-        try:
-            self._stream = self._pick()
-        except VideoError:
-            self._container.close()
-            raise
-        # A file that still grows would wait in the decoder for as many frames as there are threads.
-        self._stream.thread_type = "SLICE" if self.live else "AUTO"
-
-    def _pick(self) -> Any:
-        container = self._container
+        streams, form, why = self._container.streams, self._container.format.name, ""
         # Containers hold the picture of a piece of music as a video of one frame.
         cover = av.stream.Disposition.attached_pic
-        videos = [stream for stream in container.streams.video if not stream.disposition & cover]
-        if container.format.name == "concat":
-            raise VideoError(f"{self.name} {address.LIST}")
-        if container.format.name == "tty":
+        videos = [stream for stream in streams.video if not stream.disposition & cover]
+        if form == "concat":
+            why = address.LIST
+        elif form == "tty":
             # FFmpeg would draw the text as the picture of a terminal.
-            raise VideoError(f"{self.name} is text, not a video: name a video file.")
-        if not videos:
-            kinds = sorted({stream.type for stream in container.streams} - {"video"})
-            holds = f"it holds only {' and '.join(kinds)}" if kinds else "it holds no streams"
-            raise VideoError(f"{self.name} has no video: {holds}.")
-        if videos[0].codec_context is None:
-            raise VideoError(
-                f"{self.name} has video in a codec that this FFmpeg cannot decode: convert it to H.264."
-            )
-        return videos[0]
+            why = "is text, not a video: name a video file."
+        elif not videos:
+            kinds = sorted({stream.type for stream in streams} - {"video"})
+            holds = f"only {' and '.join(kinds)}" if kinds else "no streams"
+            why = f"has no video: it holds {holds}."
+        elif videos[0].codec_context is None:
+            why = "has video in a codec that this FFmpeg cannot decode: convert it to H.264."
+        if why:
+            self._container.close()
+            raise VideoError(f"{self.name} {why}")
+        self._stream = videos[0]
+        # A file that still grows would wait in the decoder for as many frames as there are threads.
+        self._stream.thread_type = "SLICE" if self.live else "AUTO"
 
     def _duration(self) -> float | None:
         if self._stream.duration is not None:
@@ -160,7 +155,8 @@ class Source:
         try:
             for packet, restarts, seconds in self._packets():
                 last = seconds
-                self._look(packet)
+                if packet.is_corrupt:
+                    self.corrupt.add(packet.dts or 0)
                 if packet.pts is None or restarts:
                     return None
                 times.append(packet.pts * self._unit)
@@ -170,7 +166,12 @@ class Source:
         except av.error.FFmpegError:
             self.damaged.append(last)
         finally:
-            self._rewind()
+            try:
+                self._container.seek(0)
+            except av.error.FFmpegError:
+                # Bare streams cannot be sought in; a file can always be opened again.
+                self._container.close()
+                self._open()
         times.sort()
         if len(set(times)) != len(times):
             return None
@@ -186,10 +187,8 @@ class Source:
         last = -FOREVER
         for packet in self._container.demux(self._stream):
             if packet.size and not packet.is_discard:
-                step = self._decoded(packet, last) - last
-                restarts = last > -FOREVER and not -BACK <= step <= AHEAD
-                last = self._decoded(packet, last)
-                yield packet, restarts, last
+                before, last = last, self._decoded(packet, last)
+                yield packet, before > -FOREVER and not -BACK <= last - before <= AHEAD, last
 
     def _decoded(self, packet: Any, last: float) -> float:
         """When a packet is decoded, in seconds; `last` where it does not tell."""
@@ -197,17 +196,18 @@ class Source:
 
     def _is_steady(self) -> bool:
         """Whether the clock of a file runs on to its end, from the packets alone: only then can be sought in it."""
-        try:
-            with Source(self._where) as other:
-                return not any(restarts for _, restarts, _ in other._packets())
-        except av.error.FFmpegError:
-            return False
+        if self._steady is None:
+            try:
+                with Source(self._where) as other:
+                    self._steady = not any(restarts for _, restarts, _ in other._packets())
+            except av.error.FFmpegError:
+                self._steady = False
+        return self._steady
 
     def frames(self, start: float = 0.0) -> Iterator[tuple[float, av.VideoFrame]]:
         """(time, frame) in presentation order, from the last key frame at or before `start`."""
-        if start > 0 and self.local:
-            self._steady = self._is_steady() if self._steady is None else self._steady
-            self._goal = start if self._steady else None
+        if start > 0 and self.local and self._is_steady():
+            self._goal = start
         last, shift, key, number, settled = -FOREVER, 0.0, None, 0, True
         length, timed = 0.0, False
         while True:
@@ -223,32 +223,32 @@ class Source:
                 if self._opened_anew:
                     # A recording comes from its beginning again, and what was seen of it is passed over.
                     self._opened_anew, settled = False, self.duration is None
-                if frame.pts is None and timed:
-                    time = last + length
+                if frame.pts is not None:
+                    seconds = float(frame.pts * self._unit)
+                    self._start = seconds if self._start is None else self._start
+                    time = seconds - self._start + shift
                 else:
-                    time = self._time(frame, number) + shift
+                    time = last + length if timed else number / (self.rate or 25.0) + shift
                 number += 1
                 if goal is not None:
                     if time > goal and self._back < goal:
                         break
                     goal = None
-                restarted = settled and last > -FOREVER and not last - BACK <= time <= last + AHEAD
-                if not (self._joined or self.live):
-                    # The clock of a file runs on: what is out of order is damage, of which the decoder may say nothing.
-                    restarted = False
+                # The clock of a plain file runs on: what is out of order is damage, of which the decoder may say nothing.
+                clock_may_restart = settled and last > -FOREVER and (self._joined or self.live)
+                restarted = clock_may_restart and not last - BACK <= time <= last + AHEAD
                 if time <= last and not restarted and (not settled or self.damaged):
                     # Behind a seek, or out of order after damage.
                     continue
-                settled = True
+                settled, length = True, self.length(frame)
                 if restarted:
                     self.restarted = True
                     # A camera that restarts, or joined recordings, begin their clock anew; ours goes on.
-                    self.log.add("restart", last + self.length(frame), time - last)
-                    shift += last + self.length(frame) - time
-                    time, key, self.gap = last + self.length(frame), None, FOREVER
+                    self.log.add("restart", last + length, time - last)
+                    shift += last + length - time
+                    time, key, self.gap = last + length, None, FOREVER
                 elif time <= last:
                     self.log.add("repeat", last, 0.0)
-                length = self.length(frame)
                 if frame.pts is None:
                     self.log.add("untimed", max(time, last), length)
                 timed = timed or frame.pts is not None
@@ -275,9 +275,7 @@ class Source:
         """
         if not (self.local and self.gap and target - self._back - place > 1.5 * self.gap):
             return
-        if self._steady is None:
-            self._steady = self._is_steady()
-        if self._steady:
+        if self._is_steady():
             self._goal = target
         else:
             self.gap = FOREVER
@@ -287,10 +285,6 @@ class Source:
         if frame.duration:
             return float(frame.duration * self._unit)
         return 1.0 / self.rate if self.rate else 0.04
-
-    def _look(self, packet: av.Packet) -> None:
-        if packet.is_corrupt:
-            self.corrupt.add(packet.dts or 0)
 
     def places(self, stop: float | None = None) -> int:
         """How many places are damaged before `stop` seconds. A decoder of many threads reads far beyond its last frame."""
@@ -308,23 +302,9 @@ class Source:
         end = time + self.length(frame)
         return end if self.duration is None or time >= self.duration else min(end, self.duration)
 
-    def _time(self, frame: av.VideoFrame, number: int) -> float:
-        if frame.pts is None:
-            return number / (self.rate or 25.0)
-        seconds = float(frame.pts * self._unit)
-        if self._start is None:
-            self._start = seconds
-        return seconds - self._start
-
-    def _rewind(self) -> None:
-        try:
-            self._container.seek(0)
-        except av.error.FFmpegError:
-            # Bare streams cannot be sought in; a file can always be opened again.
-            self._container.close()
-            self._open()
-
     def _decode(self) -> Iterator[av.VideoFrame]:
+        """All frames from where the source stands. A live one that went silent is opened anew where `wait` says so; where it
+        breaks off, `VideoError` is raised. Why any other ends in the middle is noted: damage, a stall, a lost connection."""
         packets = self._container.demux(self._stream)
         while True:
             try:
@@ -332,14 +312,28 @@ class Source:
             except (av.error.FFmpegError, OSError) as error:
                 if self.live:
                     yield from self._flush()
-                    packets = self._again(error)
+                    if not address.is_silence(error) or self._wait is None:
+                        raise VideoError(f"{self.name} broke off: {address.reason(error)}.") from error
+                    if not self._wait(self._timeout or 0.0):
+                        return
+                    self._container.close()
+                    self._open()
+                    self._opened_anew = True
+                    packets = self._container.demux(self._stream)
                     continue
                 # The data ends here in the middle of something; what the decoder still holds is good.
-                self._ends(error)
                 packet = None
+                if self.local or isinstance(error, av.error.InvalidDataError):
+                    self.damaged.append(self._read)
+                elif address.is_silence(error):
+                    stalled = f"it stalled: nothing came for {self._timeout:g} s; raise "
+                    self.stopped = (stalled, Field("timeout", sign=""), " to wait longer")
+                else:
+                    self.stopped = (f"it broke off: {address.reason(error)}",)
             if packet is None:
                 return (yield from self._flush())
-            self._look(packet)
+            if packet.is_corrupt:
+                self.corrupt.add(packet.dts or 0)
             self._read = self._decoded(packet, self._read)
             try:
                 frames = packet.decode()
@@ -351,28 +345,6 @@ class Source:
             yield from frames
             if packet.size == 0:
                 return
-
-    def _again(self, error: Exception) -> Iterator[Any]:
-        """The packets of a live source that went silent, opened again; raises `VideoError` where the connection broke."""
-        if not address.is_silence(error) or self._wait is None:
-            raise VideoError(f"{self.name} broke off: {address.reason(error)}.") from error
-        if not self._wait(self._timeout or 0.0):
-            return iter(())
-        self._container.close()
-        self._open()
-        self._opened_anew = True
-        packets: Iterator[Any] = self._container.demux(self._stream)
-        return packets
-
-    def _ends(self, error: Exception) -> None:
-        """Note why a source that is not live ends in the middle: damage, a stall or a broken connection."""
-        if self.local or isinstance(error, av.error.InvalidDataError):
-            self.damaged.append(self._read)
-        elif address.is_silence(error):
-            stalled = f"it stalled: nothing came for {self._timeout:g} s; raise "
-            self.stopped = (stalled, Field("timeout", sign=""), " to wait longer")
-        else:
-            self.stopped = (f"it broke off: {address.reason(error)}",)
 
     def _flush(self) -> Iterator[av.VideoFrame]:
         try:

@@ -1,15 +1,15 @@
-"""From uint8 frames to the float pixels of a model, bit for bit as the stock processors of transformers make
-them.
+"""From what a user calls a video or an image to uint8 frames, and from these to the float pixels of a model, bit for bit as
+the stock processors of transformers make them.
 
-What makes it exact: frames stay uint8 through the resize, and rescale and normalise are one subtraction and
-one division by constants scaled once. Frames go through in chunks, so the uint8 and float copies are
-bounded; the result is written in place.
+What makes it exact: frames stay uint8 through the resize, and rescale and normalise are one subtraction and one division by
+constants scaled once. Frames go through in chunks, so the uint8 and float copies are bounded; results are written in place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmaccel.core.errors import VideoError
+from mmaccel.media.reader import read
+from mmaccel.media.sampling import uniform
+from mmaccel.media.video import Video, read_image
 
 CHUNK = 64
 """Frames resized and normalised at a time."""
@@ -103,20 +106,18 @@ def normalise(frames: Tensor, pixels: Pixels) -> Tensor:
     """Rescale and normalise to float32, in one step where both are asked for."""
     if pixels.do_normalize:
         scale = pixels.rescale_factor if pixels.do_rescale else None
-        mean, std = _constants(tuple(pixels.image_mean), tuple(pixels.image_std), scale, frames.device)
+        means, deviations = tuple(pixels.image_mean), tuple(pixels.image_std)
+        mean, std = (_constant(values, scale, frames.device) for values in (means, deviations))
         return (frames.to(torch.float32) - mean).div_(std)
     return frames * pixels.rescale_factor if pixels.do_rescale else frames
 
 
-@lru_cache(64)
+@lru_cache(128)
 @torch.inference_mode(False)
-def _constants(
-    mean: tuple[float, ...], std: tuple[float, ...], scale: float | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Mean and deviation [C, 1, 1], in bytes where a `scale` is given; sent to the device once, for it waits for them."""
-    both = (torch.tensor(list(of), dtype=torch.float32, device=device) for of in (mean, std))
-    shifted, spread = both if scale is None else (one * (1.0 / scale) for one in both)
-    return shifted.view(-1, 1, 1), spread.view(-1, 1, 1)
+def _constant(values: tuple[float, ...], scale: float | None, device: torch.device) -> Tensor:
+    """Means or deviations [C, 1, 1], in bytes where a `scale` is given; sent to the device once, for it waits for them."""
+    constant = torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
+    return constant if scale is None else constant * (1.0 / scale)
 
 
 def smart_resize(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -190,20 +191,14 @@ def to_patches(
             f"frames of {size[1]}x{size[0]} do not divide into patches of {patch * merge}: set do_resize."
         )
     steps = -(-count // temporal)
-    result = torch.empty(
-        (steps, rows * columns, 3 * temporal * patch * patch),
-        dtype=dtype,
-        device=device,
-    )
+    result = torch.empty((steps, rows * columns, 3 * temporal * patch * patch), dtype=dtype, device=device)
     stride = max(1, chunk // temporal)
     for step in range(0, steps, stride):
         part = frames[step * temporal : (step + stride) * temporal].to(device)
         part = normalise(resize(part, size, pixels.resample), pixels)
         if lack := -len(part) % temporal:
             part = torch.cat([part, part[-1:].expand(lack, -1, -1, -1)])
-        groups = part.view(
-            len(part) // temporal, temporal, 3, rows // merge, merge, patch, columns // merge, merge, patch
-        )
+        groups = part.view(-1, temporal, 3, rows // merge, merge, patch, columns // merge, merge, patch)
         groups = groups.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         result[step : step + len(groups)].view(groups.shape).copy_(groups)
     return result.flatten(0, 1), (steps, rows, columns)
@@ -257,10 +252,8 @@ def to_square(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
     several."""
     height, width = image.shape[-2:]
     side = max(height, width)
-    ground = torch.tensor(
-        [int(value * 255) for value in pixels.image_mean], dtype=image.dtype, device=image.device
-    )
-    square = ground.view(-1, 1, 1).repeat(1, side, side)
+    mean = [int(value * 255) for value in pixels.image_mean]
+    square = image.new_tensor(mean).view(-1, 1, 1).repeat(1, side, side)
     top, left = (side - height) // 2, (side - width) // 2
     square[:, top : top + height, left : left + width] = image
     return to_frames(square[None], pixels, **where)
@@ -280,29 +273,121 @@ def best_resolution(pixels: Pixels, height: int, width: int) -> tuple[int, int]:
     return best[0], best[1]
 
 
-def anyres_tokens(
-    pixels: Pixels, side: int, tile: tuple[int, int], image: tuple[int, int], most_tiles: int
-) -> int:
-    """Tokens of an image (height, width) cut into tiles of size `tile`, each of `side * side` tokens.
-
-    The overview, the part of the tiles that is not padding, and one newline a row of it.
-    """
-    height, width = image
-    best = best_resolution(pixels, height, width)
-    rows, columns = side * (best[0] // tile[0]), side * (best[1] // tile[1])
-    if width / height > columns / rows:
-        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
-    else:
-        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-    ratio = math.sqrt(rows * columns / (most_tiles * side**2))
-    if ratio > 1.1:
-        rows, columns = int(rows // ratio), int(columns // ratio)
-    return rows * columns + rows + side**2
-
-
 def _cuts(pixels: Pixels) -> tuple[int, int, int]:
     if pixels.patch_size is None or pixels.merge_size is None or pixels.temporal_patch_size is None:
         raise VideoError(
             "patch_size, merge_size and temporal_patch_size must be set to cut frames into patches."
         )
     return pixels.patch_size, pixels.merge_size, pixels.temporal_patch_size
+
+
+def as_frames(
+    video: Any, fps: float | None = None, max_frames: int | None = None, frames: int | None = None
+) -> tuple[Tensor, float | None]:
+    """A path or URL (read at `fps`), a `Video`, an array or tensor `[T, 3, H, W]` or `[T, H, W, 3]`, or a
+    list of images; all frames, or `frames` of them, evenly spaced.
+
+    Returns the frames and their rate; the rate of an array is `fps`. Raises `VideoError` for anything else.
+    """
+    if isinstance(video, (str, os.PathLike)):
+        video = read(video, fps=fps, max_frames=max_frames, frames=frames)
+        return video.frames, video.fps
+    if isinstance(video, Video):
+        whole, fps = video.frames, video.fps
+    else:
+        whole = _checked(_stack(video), "video")
+    if not whole.numel():
+        raise VideoError(f"a video of shape {tuple(whole.shape)} is empty; give at least one frame.")
+    if frames is None:
+        return whole, fps
+    if frames > len(whole):
+        raise VideoError(f"frames={frames} is more than the {len(whole)} frames of a video: ask for fewer.")
+    return whole[uniform(len(whole), frames)], fps and fps * frames / len(whole)
+
+
+def _stack(video: Any) -> Tensor:
+    """A list of images, or an array, as frames `[T, 3, H, W]`."""
+    if isinstance(video, (list, tuple)):
+        if not video:
+            raise VideoError("a video is an empty list; give at least one frame.")
+        images = [_image(frame) for frame in video]
+        if len({image.shape for image in images}) > 1:
+            raise VideoError("the frames of a video must all be of one size.")
+        return torch.stack(images)
+    tensor = _tensor(video)
+    if tensor is None or tensor.ndim != 4:
+        each = "; give each of its clips by itself" if isinstance(video, Iterator) else ""
+        wanted = "a path, a Video, frames [T, 3, H, W] or a list of images"
+        raise VideoError(f"a video must be {wanted}, not {_kind(video, tensor)}{each}.")
+    if tensor.shape[1] not in (1, 3):
+        tensor = tensor.permute(0, 3, 1, 2)
+    if tensor.shape[1] not in (1, 3):
+        raise VideoError(f"a video must have 1 or 3 colour channels, not the shape {tuple(tensor.shape)}.")
+    return tensor.expand(-1, 3, -1, -1).contiguous()
+
+
+def as_image(image: Any) -> Tensor:
+    """A path, a PIL image, or an array or tensor `[3, H, W]`, `[H, W, 3]` or `[H, W]`, transparency laid on
+    white."""
+    return _checked(_image(image), "image")
+
+
+def _image(image: Any) -> Tensor:
+    if isinstance(image, (str, os.PathLike)) or (hasattr(image, "convert") and hasattr(image, "getbands")):
+        return read_image(image)
+    tensor = _tensor(image)
+    if tensor is None or tensor.ndim not in (2, 3):
+        wanted = "a path, a PIL image or an array [3, H, W]"
+        raise VideoError(f"an image must be {wanted}, not {_kind(image, tensor)}.")
+    tensor = tensor[None] if tensor.ndim == 2 else tensor
+    if not tensor.numel():
+        raise VideoError(f"an image of shape {tuple(tensor.shape)} is empty; give at least one pixel.")
+    if tensor.shape[0] not in (1, 3, 4):
+        tensor = tensor.permute(2, 0, 1)
+    if tensor.shape[0] not in (1, 3, 4):
+        raise VideoError(f"an image must have 1, 3 or 4 channels, not the shape {tuple(tensor.shape)}.")
+    if tensor.shape[0] == 4:
+        # Before it is laid on white, where next to nothing of what goes from 0 to 1 is seen.
+        whole = _checked(tensor, "image").float() / 255
+        white = whole[:3] * whole[3:] + (1 - whole[3:])
+        tensor = white.mul(255 if tensor.is_floating_point() else 255.999).to(tensor.dtype)
+    return tensor.expand(3, -1, -1).contiguous()
+
+
+def _kind(value: object, tensor: Tensor | None) -> str:
+    return f"a {type(value).__name__}" if tensor is None else f"an array of shape {tuple(tensor.shape)}"
+
+
+def _checked(pixels: Tensor, what: str) -> Tensor:
+    """`pixels`, which go from 0 to 255 as floats too. Those from 0 to 1, or normalised, a model would see as black."""
+    if pixels.is_floating_point() and pixels.numel():
+        least, most = pixels.min().item(), pixels.max().item()
+        # What is normalised by the means of CLIP or ImageNet stays below 3; interpolation may go a little below 0.
+        if not (least == most == 0 or (1 if least >= 0 else 3) < most < float("inf")):
+            raise VideoError(
+                f"{what}: floating-point pixels must go from 0 to 255, as bytes do, and here they go from {least:.3g} to "
+                f"{most:.3g}; give bytes, or multiply what goes from 0 to 1 by 255."
+            )
+    return pixels
+
+
+def _tensor(value: Any) -> Tensor | None:
+    """What holds numbers, as a tensor of pixels; None for what is no array."""
+    if isinstance(value, Tensor):
+        tensor = value
+    elif type(value).__module__ == "numpy" and hasattr(value, "shape"):
+        try:
+            tensor = torch.from_numpy(value.copy() if any(step < 0 for step in value.strides) else value)
+        except (TypeError, ValueError) as error:
+            raise VideoError(f"pixels are numpy {value.dtype}; give bytes (uint8), 0 to 255.") from error
+    else:
+        return None
+    kinds = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided:
+        kind = "sparse"
+    elif tensor.is_meta:
+        kind = "on the meta device, where nothing is stored"
+    elif tensor.dtype in kinds:
+        return tensor
+    raise VideoError(f"pixels are {kind}; give a dense tensor of bytes (uint8), 0 to 255.")

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar, get_args
+from typing import Any, get_args
 
 import av
 import torch
@@ -18,7 +18,6 @@ from mmaccel.media.container import Source
 from mmaccel.media.sampling import FASTEST, TIE, grid, half_tick, nearest, rising, ticked, uniform
 from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
 
-Item = TypeVar("Item")
 Stream = Iterable[tuple[float, float, av.VideoFrame | None]]
 Fit = Callable[[int, int, int], tuple[int, int]]
 """`fit(frames, height, width)`: the (height, width) that a model makes of so many frames of that size."""
@@ -69,10 +68,10 @@ def read(
     `VideoWarning` when some of the asked frames could not be, says how many, and whether the source is damaged, stalled
     (an address or a pipe sent nothing for `timeout`) or broke off.
     """
-    counts = {"max_frames": max_frames, "max_side": max_side}
-    check_arguments(
-        gaps=gaps, fps=fps, frames=frames, start=start, stop=stop, size=size, timeout=timeout, **counts
-    )
+    if fps is not None and frames is not None:
+        raise VideoError("fps and frames exclude each other: give one of them.")
+    counts = {"frames": frames, "max_frames": max_frames, "max_side": max_side}
+    check_arguments(fps, gaps, size, timeout, start, stop, **counts)
     with Source(path, options=options, timeout=timeout) as source:
         if fps is not None and not faster and fps > max(FASTEST, 1.001 * source.rate):
             raise VideoError(
@@ -89,10 +88,11 @@ def read(
             plan = _by_number(source, frames, start or 0.0, stop, max_frames)
         expected = min((n for n in (plan.total, plan.most) if n is not None), default=None)
         fitted = fit is not None and expected is not None and _fit(source, picture, expected, fit)
-        _check_memory(source, picture, plan.total if plan.total is None else expected)
+        _check_memory(source, picture, None if plan.total is None else expected)
         # Of a source that is longer than it tells, every second frame is let go whenever there are too many.
         kept, step = list[tuple[float, float, Tensor]](), 1
-        drawn: tuple[av.VideoFrame, Tensor] | None = None
+        drawn: av.VideoFrame | None = None
+        drawing = torch.empty(0)
         done, skipped, end = 0, 0, 0.0
         for tick, time, frame in plan.stream:
             if frame is None:
@@ -102,9 +102,9 @@ def read(
                 del kept[1::2]
                 step *= 2
             if done % step == 0:
-                if drawn is None or drawn[0] is not frame:
-                    drawn = frame, picture.draw(frame)
-                kept.append((tick, time, drawn[1]))
+                if drawn is not frame:
+                    drawn, drawing = frame, picture.draw(frame)
+                kept.append((tick, time, drawing))
             end = source.until(time, frame)
             done += 1
             total = plan.total if plan.total is None or done <= plan.total else None
@@ -119,7 +119,7 @@ def read(
             warn_of_shrinking(source, picture)
         clock, times, drawings = (list(of) for of in zip(*kept, strict=True))
         kept.clear()
-        drawn = None
+        del drawing
         if fps is None:
             clock = rising(times, 1.0 / (source.rate or 25.0))
         rate = (plan.rate or source.rate) / step or len(times) / max(end - times[0], 1e-9)
@@ -177,15 +177,11 @@ def _by_rate(
     return Plan(ticked(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
 
 
-def unless_last(stream: Iterable[Item], number: int) -> Iterator[Item]:
+def unless_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
     """The stream without item `number` where nothing follows it."""
-    stream = iter(stream)
-    yield from itertools.islice(stream, number)
-    last = list(itertools.islice(stream, 1))
-    for item in stream:
-        yield from last
-        last.clear()
-        yield item
+    for place, (item, after) in enumerate(itertools.pairwise(itertools.chain(stream, [None]))):
+        if place != number or after is not None:
+            yield item
 
 
 def _by_number(source: Source, count: int | None, start: float, stop: float | None, most: int | None) -> Plan:
@@ -336,22 +332,18 @@ def free_memory() -> int | None:
 
 
 def check_arguments(
-    *,
+    fps: float | None,
     gaps: str,
-    fps: float | None = None,
-    frames: int | None = None,
-    start: float | None = None,
+    size: tuple[int, int] | None,
+    timeout: float | None,
+    start: float | None,
     stop: float | None = None,
-    size: tuple[int, int] | None = None,
-    timeout: float | None = None,
     **counts: int | None,
 ) -> None:
-    """Raise `VideoError` for arguments of `read` and of `clips` that are out of range or exclude each other."""
-    if fps is not None and frames is not None:
-        raise VideoError("fps and frames exclude each other: give one of them.")
+    """Raise `VideoError` for arguments of `read` and of `clips` that are out of range; `counts` are at least 1 or None."""
     if fps is not None and not (fps > 0 and math.isfinite(fps)):
         raise VideoError(Field("fps", value=fps), " must be a positive number of frames a second.")
-    for name, value in ({"frames": frames} | counts).items():
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise VideoError(Field(name, value=value), " must be at least 1.")
     if timeout is not None and not timeout > 0:

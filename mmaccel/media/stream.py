@@ -117,7 +117,12 @@ class FrameQueue:
         True. Raises what `put` was given to raise, `VideoStalled`, `StopIteration` once closed, and what `check` raises."""
         began = time.monotonic()
         try:
-            while not self._has_some():
+            while True:
+                with self._changed:
+                    self._awaited = True
+                    self._changed.notify_all()
+                    if self._changed.wait_for(lambda: self.closed or self._items or self._stall_s, CHECK_S):
+                        break
                 if check(time.monotonic() - began):  # without the lock: it may run anything
                     return None
         finally:
@@ -135,16 +140,6 @@ class FrameQueue:
                 raise item
             self.taken += 1
             return item
-
-    def _has_some(self) -> bool:
-        """Whether `get` has something to give or to raise; waits a little where it has not."""
-        with self._changed:
-            if not self._awaited:
-                self._awaited = True
-                self._changed.notify_all()
-            if not (self.closed or self._items or self._stall_s):
-                self._changed.wait(CHECK_S)
-            return bool(self.closed or self._items or self._stall_s)
 
     def starved(self) -> bool:
         """Whether the caller awaits a frame, or wants no more. A slow caller has frames to take: it awaits none."""

@@ -1,8 +1,9 @@
-"""The result of reading a video: the kept frames in RGB, their presentation times, and the ticks that took them."""
+"""Videos and pictures as tensors: frames that were read, with their times, and how frames and image files are decoded."""
 
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import VideoError
+from mmaccel.media.address import is_file
 
 Progress = Callable[[int, int | None], None]
 """`progress(done, total)`: called after each kept frame; `total` is None while it is not known."""
@@ -26,6 +28,14 @@ Gaps = Literal["hold", "skip", "mark"]
 """
 
 EventKind = Literal["gap", "repeat", "restart", "untimed", "stall"]
+
+FORMATS = {
+    *("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO"),
+    *("PCX", "PNG", "PPM", "QOI", "SGI", "TGA", "TIFF", "WEBP"),
+}
+"""Kinds of image, by Pillow's names, that it decodes by itself."""
+PIXELS = 1 << 26
+"""Most pixels of an image file."""
 
 
 @dataclass(frozen=True)
@@ -159,3 +169,52 @@ def stacked(frames: list[Tensor]) -> Tensor:
         whole[number] = frames[number]
         frames[number] = whole[number]
     return whole
+
+
+def read_image(image: Any) -> Tensor:
+    """An image file, or a PIL image, as uint8 `[3, H, W]`, transparency laid on white.
+
+    Raises `VideoError` for a file that is no image, is one of another format than `FORMATS`, or has over `PIXELS` pixels.
+    """
+    if isinstance(image, (str, os.PathLike)):
+        image = _open_image(os.fspath(image))
+    import numpy
+    import PIL.Image
+
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+    return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
+
+
+def _open_image(path: str) -> Any:
+    # Pillow reads a photo's own orientation, and its JPEG decoder is the one that models were trained with.
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError as error:
+        raise VideoError(f"{path} is an image file, and these need Pillow: install pillow.") from error
+    try:
+        if not is_file(path):
+            raise VideoError(f"{path} is not a file: name an image file.")
+        with PIL.Image.open(path) as image:
+            if image.format not in FORMATS:
+                # Some are run by other programs, such as PostScript.
+                raise VideoError(
+                    f"{path} is an image in a format that mmaccel does not read: {image.format}."
+                )
+            width, height = image.size
+            if width * height > PIXELS:
+                raise VideoError(
+                    f"{path} has {width} x {height} pixels, more than {PIXELS}: make it smaller."
+                )
+            image.load()
+            return PIL.ImageOps.exif_transpose(image)
+    except PIL.Image.DecompressionBombError as error:
+        raise VideoError(f"{path} has more than {PIXELS} pixels: make it smaller.") from error
+    except VideoError:
+        raise
+    except Exception as error:
+        # Pillow's plugins raise errors of many kinds for a damaged file.
+        why = getattr(error, "strerror", None) or "no known format, or damaged"
+        raise VideoError(f"{path} cannot be read as an image: {why}.") from error

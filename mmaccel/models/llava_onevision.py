@@ -21,7 +21,7 @@ from mmaccel.models.signals import VisionTower, received
 
 def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:
     """See `ProcessorStyle`: a base view of each image, and finer tiles of one that is alone in its text."""
-    from mmaccel.media.preprocess import anyres_tokens, to_square, to_tiles
+    from mmaccel.media.preprocess import to_square, to_tiles
 
     per_tile = _tokens_per_tile(extra)
     less = 1 if extra.get("vision_feature_select_strategy") == "default" else 0
@@ -39,6 +39,28 @@ def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Map
         "batch_num_images": torch.tensor([len(row) for row in visuals]),
     }
     return made, counts
+
+
+def anyres_tokens(
+    pixels: Any, side: int, tile: tuple[int, int], image: tuple[int, int], most_tiles: int
+) -> int:
+    """Tokens of an image (height, width) cut into tiles of size `tile`, each of `side * side` tokens.
+
+    The overview, the part of the tiles that is not padding, and one newline a row of it.
+    """
+    from mmaccel.media.preprocess import best_resolution
+
+    height, width = image
+    best = best_resolution(pixels, height, width)
+    rows, columns = side * (best[0] // tile[0]), side * (best[1] // tile[1])
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    ratio = math.sqrt(rows * columns / (most_tiles * side**2))
+    if ratio > 1.1:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return rows * columns + rows + side**2
 
 
 def _framed(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:

@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmaccel.core import errors, outside
 from mmaccel.core.errors import ModelError, check_text, warn
 from mmaccel.core.registry import registry
-from mmaccel.media.intake import as_frames, as_image
-from mmaccel.media.preprocess import Pixels
+from mmaccel.media.preprocess import Pixels, as_frames, as_image
 from mmaccel.models.chat import Written, conversations, ids_of, image_rows, video_list, written
 from mmaccel.models.model_files import config_of, folder_of, read_json
 from mmaccel.models.prompt_layout import ProcessorStyle

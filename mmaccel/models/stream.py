@@ -83,7 +83,7 @@ class HFStreamAdapter(StreamAdapter):
         """The clips of a path, as they come, or the one clip of what is no path. `fps` is the rate at which a path is read
         (0.5), and the rate of frames without times; `check` is called while frames are awaited, and may raise."""
         from mmaccel.media import Video, clips
-        from mmaccel.media.intake import as_frames
+        from mmaccel.media.preprocess import as_frames
 
         if isinstance(video, str | os.PathLike):
             rate = READ_FPS if fps is None else fps

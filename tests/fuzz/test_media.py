@@ -11,7 +11,7 @@ import pytest
 
 from mmaccel import media
 from mmaccel.media import container
-from mmaccel.media.intake import as_frames, as_image
+from mmaccel.media.preprocess import as_frames, as_image
 from tests.fuzz.trial import Case, damaged, try_apart, try_here
 from tests.media.films import write_film
 

@@ -18,7 +18,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
-from mmaccel.media.intake import as_frames
+from mmaccel.media.preprocess import as_frames
 from tests.media.films import Film, numbers
 from tests.media.test_stream import halting
 

@@ -20,7 +20,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError
-from mmaccel.media.intake import as_frames, as_image
+from mmaccel.media.preprocess import as_frames, as_image
 from mmaccel.media.video import orientation
 from tests.media.films import set_matrix
 

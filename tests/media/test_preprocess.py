@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.errors import VideoError
-from mmaccel.media.intake import as_frames, as_image
 from mmaccel.media.preprocess import (
     Pixels,
-    anyres_tokens,
+    as_frames,
+    as_image,
+    best_resolution,
     normalise,
     resize,
     size_of,
@@ -28,6 +29,7 @@ from mmaccel.media.preprocess import (
     to_square,
     to_tiles,
 )
+from mmaccel.models.llava_onevision import anyres_tokens
 
 PATCHES = Pixels(
     size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
@@ -231,8 +233,6 @@ def test_parts_of_the_recipe_can_be_left_out() -> None:
 @settings(max_examples=150, deadline=None)
 def test_anyres_tokens_are_those_of_the_unpadded_features(height: int, width: int, most: int) -> None:
     """The count against the unpadding done on a real grid of features."""
-    from mmaccel.media.preprocess import best_resolution
-
     side = 4
     tokens = anyres_tokens(TILES, side, (56, 56), (height, width), most)
     rows, columns = (side * edge // 56 for edge in best_resolution(TILES, height, width))

@@ -46,8 +46,7 @@ from expected import as_often, chances, shares
 from held import Held
 from timing import Log, environment, read_rows, write_rows
 
-from mmaccel.cli import acceptance
-from mmaccel.cli.answer import prompt
+from mmaccel.cli import answer
 from mmaccel.core.attach import accelerate
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.loading import load_model, load_processor
@@ -96,7 +95,7 @@ def prompts(name: str, model: Any, frames: int, captions: int, seed: int) -> lis
     processor = load_processor(name)
     with Film() as film:
         return [
-            prompt(processor, case.content(film.watch(case.world)), model)
+            answer.prompt(processor, case.content(film.watch(case.world)), model)
             for case in caption_cases(frames, captions, seed)
         ]
 
@@ -118,14 +117,16 @@ def measured(
     beside = twin(model)
     sampling = drawing(temperature)
     for name, draft in drafts.items():
-        found: list[acceptance.Drafted] = []
+        found: list[dict[str, Any]] = []
         with accelerate(model, Recipe(draft=draft)) as fast:  # type: ignore[arg-type]
             fast.generate(**inputs[0], max_new_tokens=8, do_sample=False)
             for number, one in enumerate(inputs * repeats, seed):
                 torch.manual_seed(number)
-                plain = acceptance.alone(beside, one, tokens, **sampling)
+                plain = answer.generate(beside, one, max_new_tokens=tokens, **sampling)
                 torch.manual_seed(number)
-                found.append(acceptance.drafted(fast, one, tokens, plain, **sampling))
+                found.append(
+                    answer.drafted(answer.generate(fast, one, max_new_tokens=tokens, **sampling), plain)
+                )
         told = row(name, draft, found) | {"temperature": temperature}
         yield told | {"same": None} if temperature else told
 
@@ -137,8 +138,8 @@ def expected_shares(
     found = []
     for number, one in enumerate(inputs, seed):
         torch.manual_seed(number)
-        plain = acceptance.alone(model, one, tokens, **drawing(temperature))
-        found.append(chances(model, draft, one, plain.ids, temperature))
+        plain = answer.generate(model, one, max_new_tokens=tokens, **drawing(temperature))
+        found.append(chances(model, draft, one, plain[0][0], temperature))
     return shares(found)
 
 
@@ -152,7 +153,7 @@ def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(held): held for held in (*model.parameters(), *model.buffers())})
 
 
-def row(name: str, draft: dict[str, Any], found: list[acceptance.Drafted]) -> dict[str, Any]:
+def row(name: str, draft: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
     """One line of the table."""
 
     def middle(values: list[Any]) -> float | None:
@@ -165,19 +166,20 @@ def row(name: str, draft: dict[str, Any], found: list[acceptance.Drafted]) -> di
         "draft": draft,
         "window": draft.get("window"),
         "captions": len(found),
-        "tokens": sum(one.tokens for one in found),
-        "rounds": sum(one.rounds for one in found),
-        "a_step": sum(one.tokens - 1 for one in found) / max(sum(one.steps for one in found), 1),
-        "kept": sum(one.kept * one.rounds for one in found) / max(sum(one.rounds for one in found), 1),
-        "streak": middle([one.streak for one in found]),
-        "share": middle([one.share for one in found]),
-        "tokens_per_s": middle([one.tokens_per_s for one in found]),
-        "plain_per_s": middle([one.plain_per_s for one in found]),
-        "speedup": middle([one.speedup for one in found]),
-        "ttft_s": middle([one.ttft_s for one in found]),
-        "same": all(one.same for one in found),
-        "failed": [one.failed for one in found if one.failed],
-        **{key: middle([one.counters.get(key) for one in found]) for key in keys},
+        "tokens": sum(one["tokens"] for one in found),
+        "rounds": sum(one["rounds"] for one in found),
+        "a_step": sum(one["tokens"] - 1 for one in found) / max(sum(one["steps"] for one in found), 1),
+        "kept": sum(one["kept"] * one["rounds"] for one in found)
+        / max(sum(one["rounds"] for one in found), 1),
+        "streak": middle([one["streak"] for one in found]),
+        "share": middle([one["share"] for one in found]),
+        "tokens_per_s": middle([one["tokens_per_s"] for one in found]),
+        "plain_per_s": middle([one["plain_per_s"] for one in found]),
+        "speedup": middle([one["speedup"] for one in found]),
+        "ttft_s": middle([one["ttft_s"] for one in found]),
+        "same": all(one["same"] for one in found),
+        "failed": [one["failed"] for one in found if one["failed"]],
+        **{key: middle([one["counters"].get(key) for one in found]) for key in keys},
     }
 
 
@@ -189,7 +191,7 @@ def memory(model: Any, draft: Any, one: Mapping[str, torch.Tensor], tokens: int)
     for kind, more in (("sequential", {}), ("parallel", {"process": False})):
         recipe = Recipe(draft={"name": kind, **told, **more})  # type: ignore[arg-type]
         with Held([model, draft]) as held, accelerate(model, recipe) as fast:
-            acceptance.generate(fast, one, tokens)
+            answer.generate(fast, one, max_new_tokens=tokens)
         most[kind] = held.most
     over = most["parallel"] / most["sequential"]
     return {"case": "memory", **most, "parallel_over_sequential": over, "reached": over <= 1.02}

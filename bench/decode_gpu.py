@@ -53,7 +53,7 @@ from replayed import after
 from steps import Step, run_steps
 from timing import Log, compare, measure
 
-from mmaccel.cli import acceptance
+from mmaccel.cli import answer
 from mmaccel.core.attach import accelerate, adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
@@ -291,11 +291,11 @@ def batched_pace(bench: Bench, draft: Any, one: dict[str, torch.Tensor], count: 
     tokens, taken = max(24, bench.tokens // 4), dict[int, float]()
     with accelerate(bench.target, Recipe(draft=draft)) as fast:
         for inputs in (one, many, many):
-            acceptance.generate(fast, inputs, tokens, eos_token_id=None)
+            answer.generate(fast, inputs, max_new_tokens=tokens, eos_token_id=None)
         for length in (2, tokens) * min(bench.given.repeats, 3):
             replayed.wait(bench.device)
             began = time.perf_counter()
-            _, report = acceptance.generate(fast, many, length, eos_token_id=None)
+            _, report = answer.generate(fast, many, max_new_tokens=length, eos_token_id=None)
             replayed.wait(bench.device)
             taken[length] = min(time.perf_counter() - began, taken.get(length, math.inf))
     return count * (tokens - 2) / (taken[tokens] - taken[2]), report.draft["rounds"]

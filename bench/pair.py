@@ -22,7 +22,7 @@ import replayed
 from replayed import after, cache_bytes, decode, make_ready, model_of, second_process, warm
 from timing import Log, measure
 
-from mmaccel.cli import acceptance
+from mmaccel.cli import answer
 from mmaccel.core.attach import accelerate
 from mmaccel.core.draft import Prompt
 from mmaccel.core.worker import READY, Worker
@@ -82,7 +82,7 @@ class Bench:
 
     @cached_property
     def rate(self) -> float:
-        return acceptance.read_rate(self.device, 1 << (31 if self.device.type == "cuda" else 24))
+        return answer.read_rate(self.device, 1 << (31 if self.device.type == "cuda" else 24))
 
     @cached_property
     def target(self) -> nn.Module:
@@ -165,7 +165,7 @@ def timed_step(
 ) -> list[dict[str, Any]]:
     """A row for a captured step of each number of rows after `columns`."""
     runner = after(model, columns)
-    floor = acceptance.floor_s(model, cache_bytes(model, columns), bench.rate)
+    floor = answer.floor_s(model, cache_bytes(model, columns), bench.rate)
     found = []
     for count in rows:
         ids = torch.ones(1, count, dtype=torch.long, device=model.device)

@@ -33,7 +33,7 @@ from replayed import after, cache_bytes, decode, warm
 from steps import Step
 from timing import Log, measure
 
-from mmaccel.cli import acceptance
+from mmaccel.cli import answer
 from mmaccel.core.attach import accelerate
 from mmaccel.core.draft import DraftState
 from mmaccel.core.recipe import Recipe
@@ -67,7 +67,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
     def alone(options: argparse.Namespace, log: Log) -> None:
         once = decode([bench.runner], [Off().open(None)], [bench.columns, 0], bench.tokens, 1)  # type: ignore[arg-type]
         bench.found["alone"] = once["tokens_per_s"]
-        floor = acceptance.floor_s(bench.target, cache_bytes(bench.target, bench.columns), bench.rate)
+        floor = answer.floor_s(bench.target, cache_bytes(bench.target, bench.columns), bench.rate)
         tell(log, case="alone", **shape, **once, of_floor=1 / once["tokens_per_s"] / floor)
 
     def ahead(window: int | None) -> Callable[[argparse.Namespace, Log], None]:
@@ -199,11 +199,11 @@ def generation(bench: Bench, draft: Any, ended: Callable[[], Any], began: Any = 
         replayed.replaying(model, given.keep, given.seed),
         accelerate(model, Recipe(draft=draft)) as fast,
     ):
-        acceptance.generate(fast, inputs, 48)
+        answer.generate(fast, inputs, max_new_tokens=48)
         bench.drop()
         if began is not None:
             began()
-        _, report = acceptance.generate(fast, inputs, bench.tokens)
+        _, report = answer.generate(fast, inputs, max_new_tokens=bench.tokens)
         return report, ended()
 
 

@@ -51,7 +51,7 @@ LAB_WALLS: dict[str, tuple[set[str], set[str]]] = {
     "tiny": ({"core", "models"}, {"tiny"}),
     "train": ({"core", "models"}, {"train", "tiny", "world"}),
     "eval": (
-        {"cli.acceptance", "cli.answer", "core", "figure", "media", "models", "policies"},
+        {"cli.answer", "core", "figure", "media", "models", "policies"},
         {"eval", "world"},
     ),
     "cli": ({"backends", "cli", "core", "figure", "models", "policies", "search"}, {"cli", "eval", "world"}),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmaccel import load_model
-from mmaccel.cli import acceptance
+from mmaccel.cli import answer
 from mmaccel.core.report import Report
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
@@ -36,20 +36,20 @@ def test_a_way_starts_one_process_and_what_it_is_held_against_is_plain(
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
     reports: list[Report] = []
-    generate = acceptance.generate
+    generate = answer.generate
 
     class Noted(subprocess.Popen[bytes]):
         def __init__(self, *given: Any, **more: Any) -> None:
             super().__init__(*given, **more)
             started.append(self)
 
-    def noted(model: Any, *given: Any) -> tuple[torch.Tensor, Report]:
-        ids, report = generate(model, *given)
+    def noted(model: Any, *given: Any, **more: Any) -> tuple[torch.Tensor, Report]:
+        ids, report = generate(model, *given, **more)
         reports.append(report)
         return ids, report
 
     monkeypatch.setattr("mmaccel.core.worker.subprocess.Popen", Noted)
-    monkeypatch.setattr(acceptance, "generate", noted)
+    monkeypatch.setattr(answer, "generate", noted)
     name = shipped("tiny-qwen")
     model = load_model(name, dtype=torch.float32)
     inputs = decode_cpu.prompts(name, model, 16, 2, 3)

@@ -1,8 +1,14 @@
-"""One question to one accelerated model: content to inputs, inputs to text and figures."""
+"""A generation by one model: content to inputs, inputs to text and figures, and what a draft of it was worth.
+
+Of a draft: tokens kept in a round and in a row, its speed beside plain decoding, and proof where the bytes differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -10,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attach import Accelerated, accelerate
+from mmaccel.core.attach import Accelerated, accelerate, adapter_for, attached
+from mmaccel.core.errors import MmaccelError
 from mmaccel.core.generate import MAX_NEW_TOKENS, FinishReason
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
+
+Generation = tuple[Tensor, Report]
+"""New ids [B, n], and the report of the run."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +49,14 @@ def prompt(processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Modul
 
 def generate(
     model: nn.Module | Accelerated, inputs: Mapping[str, Tensor], recipe: Recipe | None = None, **options: Any
-) -> tuple[Tensor, Report]:
+) -> Generation:
     """New ids [B, n], greedy unless `options` say otherwise, and the report; a plain model gets `recipe` meanwhile."""
-    if not isinstance(model, Accelerated):
-        with accelerate(model, recipe) as fast:
-            return generate(fast, inputs, **options)
-    with torch.no_grad():
-        ids = model.generate(**inputs, **{"do_sample": False, **options})
-    return ids[:, inputs["input_ids"].shape[1] :], model.report()
+    attach: AbstractContextManager[Accelerated] = (
+        nullcontext(model) if isinstance(model, Accelerated) else accelerate(model, recipe)
+    )
+    with attach as fast, torch.no_grad():
+        ids = fast.generate(**inputs, **{"do_sample": False, **options})
+        return ids[:, inputs["input_ids"].shape[1] :], fast.report()
 
 
 def ask(
@@ -54,12 +64,10 @@ def ask(
     processor: Any,
     inputs: Mapping[str, Tensor],
     recipe: Recipe | None = None,
-    *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    streamer: Any = None,
+    **how: Any,
 ) -> Answer:
-    """The greedy answer to the first prompt of `inputs`; a plain model gets `recipe` for the length of the call."""
-    return ask_each(model, processor, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer)[0]
+    """The greedy answer to the first prompt of `inputs`, as `ask_each` gives it with the arguments `how`."""
+    return ask_each(model, processor, inputs, recipe, **how)[0]
 
 
 def ask_each(
@@ -71,10 +79,15 @@ def ask_each(
     max_new_tokens: int = MAX_NEW_TOKENS,
     streamer: Any = None,
 ) -> list[Answer]:
-    """The greedy answer to each prompt of a batch; all have its report, whose shares and prompt tokens are means over it."""
+    """The greedy answer to each prompt of a batch of `inputs`; a plain model gets `recipe` for the length of the call.
+
+    All answers have the report of the batch, whose shares and prompt tokens are means over it.
+    """
     ids, report = generate(model, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer)
     plain = model.model if isinstance(model, Accelerated) else model
-    answers, ends = [], ends_of(plain, processor.tokenizer)
+    answers, tokenizer = [], processor.tokenizer
+    ends = ends_of(plain, tokenizer)
+    special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
     if len(ids) > 1:
         report = replace(report, prompt_tokens=report.prompt_tokens // len(ids))
     for said in ids.tolist():
@@ -82,7 +95,8 @@ def ask_each(
         # A shorter answer of a batch is padded.
         said = list(takewhile(lambda token: token not in ends, said))
         text = processor.decode(said).strip()
-        answers.append(Answer(text, _raw(processor.tokenizer, said, text), report, reason))
+        raw = str(tokenizer.decode(said, skip_special_tokens=False)).strip() if special & set(said) else text
+        answers.append(Answer(text, raw, report, reason))
     return answers
 
 
@@ -101,7 +115,134 @@ def ends_of(model: nn.Module, tokenizer: Any) -> set[int]:
     return set(told) if isinstance(told, list | tuple) else {told}
 
 
-def _raw(tokenizer: Any, said: list[int], text: str) -> str:
-    """The text of an answer without its end, special tokens and all."""
-    special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return str(tokenizer.decode(said, skip_special_tokens=False)).strip() if special & set(said) else text
+def drafted(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
+    """JSON-ready figures of a generation of one prompt with a draft, beside the `plain` one without, where that was run.
+
+    kept          drafted tokens kept in a round, mean: M without the target's own token (SpecVLM, PEARL)
+    a_step        tokens a target step, mean: M with it (vLLM, Spec-Bench; plain decoding has 1)
+    streak        drafted tokens kept in a row, over rounds where the draft runs ahead (ParallelVLM's adaptive length), mean
+    share         drafted tokens that were kept, of those that were judged up to the first refusal
+    tokens_per_s  after the first token; `plain_per_s` of the model alone (None: not run), `speedup` over it
+    same          whether the tokens are those of the model alone, or that was not run; `certify` judges a difference
+    """
+    (ids, report), told = run, run[1].draft
+    lengths, steps, pace = told["lengths"], told["target_steps"], report.tokens_per_s
+    plain_pace = plain and plain[1].tokens_per_s
+    # A round is judged up to its first refusal; all kept, there is none.
+    refused = sum(length < window for length, window in zip(lengths, told["windows"], strict=True))
+    return {
+        "tokens": report.new_tokens,
+        "steps": steps,
+        "rounds": told["rounds"],
+        "kept": report.accepted_length(),
+        "a_step": (report.new_tokens - 1) / steps if steps else 1.0,
+        "streak": told["counters"].get("streak_mean", 0.0) or report.accepted_length(),
+        "share": told["accepted"] / max(told["accepted"] + refused, 1),
+        "tokens_per_s": pace,
+        "plain_per_s": plain_pace,
+        "ttft_s": report.ttft_s,
+        "plain_ttft_s": plain and plain[1].ttft_s,
+        "same": plain is None or torch.equal(ids, plain[0]),
+        "failed": told["failed"],
+        "counters": told["counters"],
+        "notes": told["notes"],
+        "speedup": pace / plain_pace if pace and plain_pace else None,
+    }
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Of two greedy generations from one model.
+
+    first   the first new token in which they differ; None: they are the same
+    gap     by how much, in fp32, the logits of the two candidates there differ
+    slack   the largest change of a logit, in the model's own precision, between a pass of one row and one of many there
+    ended   one is the beginning of the other and ends at `first`, after the same tokens: no rounding does that
+    """
+
+    first: int | None
+    gap: float = 0.0
+    slack: float = 0.0
+    ended: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether rounding explains the difference: no logit was further from the other than rounding moves one."""
+        return self.first is None or (not self.ended and self.gap <= self.slack)
+
+
+@torch.no_grad()
+def certify(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    ours: Tensor,
+    plain: Tensor,
+    window: int,
+    exact: nn.Module | None = None,
+) -> Certificate:
+    """Whether `ours` [n] and `plain` [m], greedy new ids after the prompt `inputs`, differ by rounding alone.
+
+    A window verifies several rows with other kernels than a single one has, which in low precision may turn a near tie. At
+    the first difference the two candidates are looked at in fp32 (`exact`: the model in fp32, or a copy is made), and what
+    is allowed is what rounding does to any logit there between a one-row and a `window`-row pass.
+    """
+    length = min(ours.numel(), plain.numel())
+    differ = (ours[:length] != plain[:length]).nonzero()
+    if not differ.numel():
+        same = ours.numel() == plain.numel()
+        return Certificate(None if same else length, ended=not same)
+    first = int(differ[0])
+    if first == 0:
+        raise MmaccelError(
+            "the first token comes from the prompt's pass, which no window touches; look for another cause."
+        )
+    before = plain[:first]
+    rows = min(window, first)
+    # On the road that both were generated on: its kernels are what rounds.
+    with accelerate(model) if attached(model) is None else nullcontext():
+        one = _logits(model, inputs, before, [1] * rows)
+        many = _logits(model, inputs, before, [rows])
+    exact = exact if exact is not None else copy.deepcopy(model).float()
+    kind = next(exact.parameters()).dtype
+    cast = {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
+    true = _logits(exact, cast, before, [1] * rows)
+    gap = float((true[ours[first]] - true[plain[first]]).abs())
+    return Certificate(first, gap, float((one - many).abs().max()))
+
+
+def _logits(model: nn.Module, inputs: Mapping[str, Tensor], before: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[V] float64 logits after the prompt and `before`, of which the last ``sum(sizes)`` are run in passes of `sizes`."""
+    runner = adapter_for(model).runner(model)
+    runner.prefill(inputs)
+    start = before.numel() - sum(sizes)
+    if start:
+        runner.step(before[None, :start])
+    for size in sizes:
+        out = runner.step(before[None, start : start + size])
+        start += size
+    return out[0, -1].double()
+
+
+def read_rate(device: torch.device | str = "cpu", size: int = 1 << 28, repeats: int = 5) -> float:
+    """Bytes a second that this device reads: the best of a few sums over `size` bytes."""
+    data, best = torch.ones(size // 4, device=device), 0.0
+    wait: Callable[[torch.device], None] = torch.cuda.synchronize if data.is_cuda else lambda _: None
+    for _ in range(repeats):
+        wait(data.device)
+        began = time.perf_counter()
+        data.sum()
+        wait(data.device)
+        best = max(best, size / (time.perf_counter() - began))
+    return best
+
+
+def floor_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
+    """Seconds a decode step cannot go below: the language model's weights and the cache, read once each."""
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
+    parts = [part for part in (adapter_for(model).text(model), head) if part is not None]
+    # A step reads one row of the embeddings, unless they are the head as well.
+    rows = set() if embedding is None else {id(p) for p in embedding.parameters()}
+    rows -= {id(p) for p in parts[-1].parameters()}
+    read = {id(p): p.nbytes for part in parts for p in part.parameters() if id(p) not in rows}
+    return (sum(read.values()) + cache_bytes) / rate

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from typer import Argument, Option
 
-from mmaccel.cli import acceptance, choices
-from mmaccel.cli.acceptance import Certificate, Drafted
-from mmaccel.cli.answer import ends_of, finish_reason, prompt
+from mmaccel.cli import answer, choices
+from mmaccel.cli.answer import Certificate
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
 from mmaccel.cli.console import bars, cut_short, many, number, out, print_json
 from mmaccel.core.attach import accelerate
@@ -47,26 +46,26 @@ def caption(
         seen = choices.read_video(video, processor, progress, fps=fps, frames=frames, timeout=timeout)
         loaded = choices.load(model, device, dtype)
     text = {"type": "text", "text": request or CAPTION_REQUEST}
-    inputs = prompt(processor, [{"type": "video", "video": seen}, text], loaded)
+    inputs = answer.prompt(processor, [{"type": "video", "video": seen}, text], loaded)
     show = partial(print, end="", flush=True)
     streamer = Words(processor.decode, (lambda piece: None) if as_json else show)
     with bars() as progress:
         drafting = choices.attach(loaded, chosen, progress)
     with drafting as fast:
-        ids, report = acceptance.generate(fast, inputs, max_new_tokens, streamer=streamer)
-    # Without a reference the draft is held against itself: speed and sameness are then not told.
-    plain = acceptance.Plain(ids, None, None)
+        run = answer.generate(fast, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
+    (ids,), report = run
+    plain = None
     if compare:
         # A draft changes nothing of what its recipe would say without it; a sparse pattern or a pruner may.
         with accelerate(loaded, replace(chosen, draft=registry("draft").build("off"))) as bare:
-            plain = acceptance.alone(bare, inputs, max_new_tokens)
-    told = acceptance.summed(ids, report, plain)
+            plain = answer.generate(bare, inputs, max_new_tokens=max_new_tokens)
+    told = answer.drafted(run, plain)
     certificate = None
-    if compare and not told.same and chosen.sparse.dense and chosen.prune is None:
+    if plain is not None and not told["same"] and chosen.sparse.dense and chosen.prune is None:
         window = max(report.draft["windows"], default=1) + 1
-        certificate = acceptance.certify(loaded, inputs, ids, plain.ids, window)
-    rate = acceptance.read_rate(device)
-    floor = acceptance.floor_s(loaded, report.kv.get("bytes", 0.0), rate)
+        certificate = answer.certify(loaded, inputs, ids, plain[0][0], window)
+    rate = answer.read_rate(device)
+    floor = answer.floor_s(loaded, report.kv.get("bytes", 0.0), rate)
     facts = {
         "model": model,
         "recipe": recipe,
@@ -74,50 +73,53 @@ def caption(
         "frames": len(seen),
         "device": device,
         "prompt_tokens": report.prompt_tokens,
-        "finish_reason": finish_reason(ids.tolist(), ends_of(loaded, processor.tokenizer), max_new_tokens),
+        "finish_reason": answer.finish_reason(
+            ids.tolist(), answer.ends_of(loaded, processor.tokenizer), max_new_tokens
+        ),
         "floor_tokens_per_s": 1 / floor,
         "read_bytes_per_s": rate,
     }
     if as_json:
         proof = None if certificate is None else {"holds": certificate.holds, **asdict(certificate)}
-        figures = told.to_dict()
         # "kept" is a share of attention everywhere else; this is the accepted length of the field.
-        figures["accepted_length"] = figures.pop("kept")
-        print_json({**facts, "text": streamer.text.strip(), **figures, "certificate": proof})
+        told["accepted_length"] = told.pop("kept")
+        print_json({**facts, "text": streamer.text.strip(), **told, "certificate": proof})
         return
     out().print()
     for line in lines(told, facts, compare, certificate):
         out().print(line, highlight=False, markup=False)
 
 
-def lines(told: Drafted, facts: dict[str, Any], compare: bool, certificate: Certificate | None) -> list[str]:
+def lines(
+    told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: Certificate | None
+) -> list[str]:
     """What people read below the text."""
-    speed = f"speed   {number(told.tokens_per_s, '.1f', ' tokens/s')}"
-    first = f"first   {number(told.ttft_s, '.2f', ' s')}"
+    speed = f"speed   {number(told['tokens_per_s'], '.1f', ' tokens/s')}"
+    first = f"first   {number(told['ttft_s'], '.2f', ' s')}"
     if compare:
-        plain = number(told.plain_per_s, ".1f", " tokens/s")
-        speed += f", {number(told.speedup, '.2f')} x plain decoding ({plain})"
-        first += f", plain {number(told.plain_ttft_s, '.2f', ' s')}"
+        plain = number(told["plain_per_s"], ".1f", " tokens/s")
+        speed += f", {number(told['speedup'], '.2f')} x plain decoding ({plain})"
+        first += f", plain {number(told['plain_ttft_s'], '.2f', ' s')}"
     floor = f"{facts['floor_tokens_per_s']:.0f} tokens/s"
     found = [
         f"{facts['model']}, {many(facts['frames'], 'frame')}, {many(facts['prompt_tokens'], 'token')}; "
-        f"{many(told.tokens, 'token')} said in {many(told.steps, 'target step')}",
+        f"{many(told['tokens'], 'token')} said in {many(told['steps'], 'target step')}",
         f"{speed}; a plain step that only read weights and cache would give {floor}",
         first,
-        f"accepted {told.kept:.2f} tokens a round, {told.a_step:.2f} a target step, {told.streak:.1f} in a row, "
-        f"{told.share:.0%} of what was judged",
+        f"accepted {told['kept']:.2f} tokens a round, {told['a_step']:.2f} a target step, {told['streak']:.1f} in a row, "
+        f"{told['share']:.0%} of what was judged",
     ]
-    counters = told.counters
+    counters = told["counters"]
     if {"window", "target_step_s", "draft_step_s"} <= counters.keys():
         found.append(
             f"window  {many(round(counters['window']), 'token')}; a target step takes "
             f"{1e3 * counters['target_step_s']:.1f} ms, a draft step {1e3 * counters['draft_step_s']:.1f} ms"
         )
-    found += [f"the draft: {note}" for note in told.notes]
-    if cut := cut_short(facts["finish_reason"], told.tokens):
+    found += [f"the draft: {note}" for note in told["notes"]]
+    if cut := cut_short(facts["finish_reason"], told["tokens"]):
         found.insert(0, f"the description is {cut}")
-    if told.failed is not None:
-        found.append(f"the draft stopped, and the model went on alone: {told.failed}")
+    if told["failed"] is not None:
+        found.append(f"the draft stopped, and the model went on alone: {told['failed']}")
     if certificate is not None:
         verdict = "rounding alone" if certificate.holds else "more than rounding"
         found.append(

@@ -125,9 +125,7 @@ def load(model: str, device: str, dtype: str) -> nn.Module:
 
 def attach(model: nn.Module, recipe: Recipe, progress: Progress) -> Accelerated:
     """The model under a recipe; a bar shows while the draft's model loads, or its process starts."""
-    if not recipe.draft.active:
-        return accelerate(model, recipe)
-    task = progress.add_task("draft", total=1, unit="started")
+    task = progress.add_task("draft", total=1, unit="started", visible=recipe.draft.active)
     try:
         return accelerate(model, recipe)
     finally:

@@ -89,29 +89,21 @@ def point_of(folder: Path, reading: Reading) -> Point | None:
 
 
 def _of_session(folder: Path) -> Point | None:
-    """The line of the journal that belongs to the session in `folder`."""
-    points = _points(folder)
+    """The line of the journal that belongs to the session in `folder`; None of a damaged journal."""
+    path = journal_of(folder)
     try:
+        lines = map(json.loads, outside.read_text(path, path.name, MmaccelError, most=LIMIT).splitlines())
+        points = [Point(**one | {"reading": Reading(**one["reading"])}) for one in lines]
         facts = (folder / FACTS).read_bytes()
         frames = json.loads(facts)["frames"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (MmaccelError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if not all(map(_is_sound, points)):
         return None
     sealed = [one for one in points if one.session == zlib.crc32(facts)]
     # One that was killed between its save and its second line.
     unsealed = [one for one in points if one.session is None and one.frames == frames]
     return next(iter(sealed + unsealed), None)
-
-
-def _points(folder: Path) -> list[Point]:
-    """The lines of a journal; none of a damaged one."""
-    path, points = journal_of(folder), list[Point]()
-    try:
-        for line in outside.read_text(path, path.name, MmaccelError, most=LIMIT).splitlines():
-            facts = json.loads(line)
-            points.append(Point(**facts | {"reading": Reading(**facts["reading"])}))
-    except (MmaccelError, ValueError, TypeError, KeyError, RecursionError):
-        return []
-    return points if all(map(_is_sound, points)) else []
 
 
 def _is_sound(point: Point) -> bool:

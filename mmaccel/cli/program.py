@@ -64,18 +64,6 @@ def shielded() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-class Commands(TyperGroup):
-    """The commands; one that is stopped says so, unless it has said more itself."""
-
-    def make_context(self, *given: Any, **how: Any) -> Any:
-        with _told_when_stopped():
-            return super().make_context(*given, **how)
-
-    def invoke(self, ctx: Any) -> Any:
-        with _told_when_stopped():
-            return super().invoke(ctx)
-
-
 @contextmanager
 def _told_when_stopped() -> Iterator[None]:
     try:
@@ -83,6 +71,18 @@ def _told_when_stopped() -> Iterator[None]:
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+
+
+class Commands(TyperGroup):
+    """The commands; one that is stopped says so, unless it has said more itself."""
+
+    @_told_when_stopped()
+    def make_context(self, *given: Any, **how: Any) -> Any:
+        return super().make_context(*given, **how)
+
+    @_told_when_stopped()
+    def invoke(self, ctx: Any) -> Any:
+        return super().invoke(ctx)
 
 
 class OneVideo(TyperCommand):

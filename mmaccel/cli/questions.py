@@ -8,16 +8,13 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.table import Table
 
-from mmaccel.cli.console import cut_short, many, number, out, remark, say
+from mmaccel.cli.console import cut_short, many, number, remark
 from mmaccel.core import outside
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.generate import Answer
-from mmaccel.core.session import VideoSession
 
 INPUT = "-"
 """In the place of a question: those on standard input."""
@@ -118,42 +115,6 @@ class Typed:
             self._over = line is None
             if line:
                 yield line
-
-
-def ask_and_show(
-    session: VideoSession, most: int, moments: int, quiet: bool, text: str, at: float | None = None
-) -> dict[str, Any]:
-    """Ask, show the answer as it comes and the best `moments` it rests on, unless `quiet`; gives all of it JSON-ready."""
-    if not len(session):
-        raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
-    if quiet:
-        answer = session.ask(text, most, evidence=moments > 0)
-    else:
-        console = out()
-        console.print(f"[{session.seconds:.1f} s] {text}", markup=False, highlight=False)
-        reply = session.ask(text, most, stream=True, evidence=moments > 0)
-        for piece in reply:
-            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-        console.print()
-        assert reply.answer is not None
-        answer = reply.answer
-        if answer.evidence:
-            console.print(evidence_table(answer, moments))
-        for line in below(answer, moments):
-            say(f"  {line}")
-    return {
-        "question": text,
-        "at": at,
-        "asked_at": session.seconds,
-        "frames": len(session),
-        "answer": answer.text,
-        "finish_reason": answer.finish_reason,
-        "ttft_s": answer.ttft_s,
-        "tokens_per_s": answer.tokens_per_s,
-        "evidence": [asdict(one) for one in answer.top(moments)],
-        "moments": len(answer.evidence),
-        "counters": answer.counters,
-    }
 
 
 def evidence_table(answer: Answer, moments: int) -> Table:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,10 +14,10 @@ from typer import Argument, Exit, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Longest, Model
-from mmaccel.cli.console import bars, counter, many, print_json, remark, sentence
+from mmaccel.cli.console import bars, counter, many, out, print_json, remark, say, sentence
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, opening, point_of
 from mmaccel.cli.program import INTERRUPTED, shielded
-from mmaccel.cli.questions import INPUT, Asked, Typed, ask_and_show, parsed, piped
+from mmaccel.cli.questions import INPUT, Asked, Typed, below, evidence_table, parsed, piped
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.generate import MAX_NEW_TOKENS
 from mmaccel.core.session import VideoSession
@@ -118,8 +117,7 @@ def watch(
     stopped, kept, whole, failed = False, False, False, list[Exception]()
     with session:
         keeper = Keeper(session, save, reading, point, every)
-        ask = partial(ask_and_show, session, max_new_tokens, evidence, as_json)
-        work = Watching(session, asked, fps, ask)
+        work = Watching(session, asked, fps, max_new_tokens, evidence, as_json)
         try:
             with bars() as progress:
                 seen = counter(progress, "watch", "frames")
@@ -128,13 +126,15 @@ def watch(
                         keeper.shift = work.shift(part)
                     work.take(replace(part, clock=part.clock + keeper.shift), seen)
                     keeper.now_and_then()
-                    work.typed(typed.read())
+                    for text in typed.read():
+                        work.ask(text)
             # What was seen before a stall or a fault is asked about all the same.
             whole = not broken
             if whole and point is not None and not (point.whole or len(session) > work.had):
                 remark(f"nothing of {video} is left to watch behind {point.until:g} s.")
             work.answer(asked, last=True)
-            work.typed(typed.read(waits=True))
+            for text in typed.read(waits=True):
+                work.ask(text)
         except KeyboardInterrupt:
             stopped = True
         except Exception as error:
@@ -196,6 +196,7 @@ def watch(
 class Watching:
     """A session that takes in clips, and the questions that are asked of it when they are due.
 
+    most        tokens of an answer; `moments` that it rests on are shown, unless `quiet`
     begin, had  seconds of the last frame, and the frames, of a saved session that it went on from; None, 0: of none
     asked       questions with a time that is still to come, in order, then those for the end
     left, told  questions that have no answer yet; the answers, JSON-ready
@@ -203,11 +204,12 @@ class Watching:
     """
 
     def __init__(
-        self, session: VideoSession, asked: list[Asked], fps: float, ask: Callable[..., dict[str, Any]]
+        self, session: VideoSession, asked: list[Asked], fps: float, most: int, moments: int, quiet: bool
     ) -> None:
         from mmaccel.media.sampling import Log
 
-        self._session, self._fps, self.ask = session, fps, ask
+        self._session, self._fps = session, fps
+        self._most, self._moments, self._quiet = most, moments, quiet
         self.begin, self.had = session.seconds if len(session) else None, len(session)
         self.asked, self.left = asked, list(asked)
         self.told: list[dict[str, Any]] = []
@@ -237,12 +239,45 @@ class Watching:
             elif not last and at is not None and self.begin is not None and at < self.begin:
                 when = f"{at:g} s, before the saved session's end at {self.begin:g} s"
                 remark(f"{text!r} is for {when}; it is asked there.")
-            self.told.append(self.ask(text, at))
+            self.ask(text, at)
             self.left.remove((at, text))
 
-    def typed(self, texts: Iterable[str]) -> None:
-        for text in texts:
-            self.told.append(self.ask(text))
+    def ask(self, text: str, at: float | None = None) -> None:
+        """Ask a question that was meant for `at` seconds (None: for now), note its answer, and show it as it comes unless
+        `quiet`. Raises `VideoError` where nothing was seen yet."""
+        session, moments = self._session, self._moments
+        if not len(session):
+            raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
+        if self._quiet:
+            answer = session.ask(text, self._most, evidence=moments > 0)
+        else:
+            console = out()
+            console.print(f"[{session.seconds:.1f} s] {text}", markup=False, highlight=False)
+            reply = session.ask(text, self._most, stream=True, evidence=moments > 0)
+            for piece in reply:
+                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            console.print()
+            assert reply.answer is not None
+            answer = reply.answer
+            if answer.evidence:
+                console.print(evidence_table(answer, moments))
+            for line in below(answer, moments):
+                say(f"  {line}")
+        self.told.append(
+            {
+                "question": text,
+                "at": at,
+                "asked_at": session.seconds,
+                "frames": len(session),
+                "answer": answer.text,
+                "finish_reason": answer.finish_reason,
+                "ttft_s": answer.ttft_s,
+                "tokens_per_s": answer.tokens_per_s,
+                "evidence": [asdict(one) for one in answer.top(moments)],
+                "moments": len(answer.evidence),
+                "counters": answer.counters,
+            }
+        )
 
 
 def in_words(error: Exception) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.cli import acceptance
+from mmaccel.cli import answer
 from mmaccel.cli.caption import Words
 from mmaccel.core.recipe import Recipe
 
@@ -58,19 +58,21 @@ def test_a_lossy_prefill_is_held_against_itself_without_the_draft(
     call: Call, clip: str, pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[Recipe] = []
-    plain = acceptance.alone
+    generate = answer.generate
 
-    def alone(model: Any, *rest: Any, **more: Any) -> acceptance.Plain:
+    def noted(model: Any, *rest: Any, **more: Any) -> answer.Generation:
         met.append(model.recipe)
-        return plain(model, *rest, **more)
+        return generate(model, *rest, **more)
 
-    monkeypatch.setattr(acceptance, "alone", alone)
+    monkeypatch.setattr(answer, "generate", noted)
     recipe = tmp_path / "short.yaml"
     recipe.write_text("sparse: {name: a_shape, sink: 16, window: 16}\ndense_tail: 0\ndraft: prompt_lookup\n")
     status, out, err = call("caption", clip, "--model", pair, "--recipe", recipe, "--json", *SHORT)
     told = json.loads(out)
     assert (status, err) == (0, "") and told["same"] and told["certificate"] is None
-    assert [(one.sparse.name, one.draft.name) for one in met] == [("a_shape", "off")]
+    assert [(one.sparse.name, one.draft.name) for one in met] == [
+        ("a_shape", one) for one in ("prompt_lookup", "off")
+    ]
 
 
 def test_people_read_the_text_and_the_figures(call: Call, clip: str, pair: str) -> None:

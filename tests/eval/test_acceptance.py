@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from mmaccel.cli import acceptance
+from mmaccel.cli import answer
 from mmaccel.core.recipe import Recipe
 from mmaccel.policies.draft import Parallel, Sequential
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -27,7 +27,11 @@ def test_both_conventions_of_a_perfect_draft(family):
         "in turns": Recipe(draft=Sequential(model=twin, window=4)),
         "at once": Recipe(draft=Parallel(model=twin, window=4, process=False)),
     }
-    rows = {row["recipe"]: row for row in acceptance.compare(model, [inputs], 21, recipes)}
+    plain = answer.generate(model, inputs, max_new_tokens=21)
+    rows = {
+        name: answer.drafted(answer.generate(model, inputs, recipe, max_new_tokens=21), plain)
+        for name, recipe in recipes.items()
+    }
     turns, once = rows["in turns"], rows["at once"]
     assert turns["same"] and once["same"]
     assert (turns["kept"], turns["a_step"], turns["steps"], turns["share"]) == (4.0, 5.0, 4, 1.0)
@@ -45,12 +49,13 @@ def test_a_draft_that_fails_is_told(family):
             raise AssertionError
 
     inputs = prompt(name, PROMPTS["video"])
-    plain = acceptance.alone(model, inputs, 6)
+    plain = answer.generate(model, inputs, max_new_tokens=6)
     broken = copy.deepcopy(model)
     broken.model.forward = None
     with pytest.warns(UserWarning, match="dropped"):
-        told = acceptance.drafted(model, inputs, 6, plain, Recipe(draft=Sequential(model=broken)))
-    assert told.failed and told.same and told.kept == 0 and told.a_step <= 1.25
+        run = answer.generate(model, inputs, Recipe(draft=Sequential(model=broken)), max_new_tokens=6)
+    told = answer.drafted(run, plain)
+    assert told["failed"] and told["same"] and told["kept"] == 0 and told["a_step"] <= 1.25
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +65,21 @@ def low(family):
     model = copy.deepcopy(model).bfloat16()
     inputs = prompt(name, PROMPTS["video"])
     inputs = {k: x.bfloat16() if x.is_floating_point() else x for k, x in inputs.items()}
-    return model, inputs, acceptance.alone(model, inputs, 24).ids
+    return model, inputs, answer.generate(model, inputs, max_new_tokens=24)[0][0]
 
 
 def test_equal_texts_need_no_proof(low):
     model, inputs, ids = low
-    assert acceptance.certify(model, inputs, ids, ids, 4) == acceptance.Certificate(None)
+    assert answer.certify(model, inputs, ids, ids, 4) == answer.Certificate(None)
 
 
 def test_a_wrong_token_is_not_certified(low):
     """The least likely token stands in the place of the likeliest."""
     model, inputs, ids = low
-    logits = acceptance._logits(model, inputs, ids[:9], [1])
+    logits = answer._logits(model, inputs, ids[:9], [1])
     wrong = ids.clone()
     wrong[9] = logits.argmin()
-    told = acceptance.certify(model, inputs, wrong, ids, 4)
+    told = answer.certify(model, inputs, wrong, ids, 4)
     assert told.first == 9 and told.gap > told.slack and not told.holds
 
 
@@ -82,7 +87,7 @@ def test_a_text_that_ends_early_is_not_certified(low):
     """Both say the same tokens, so that the same token ended one of them and not the other."""
     model, inputs, ids = low
     for ours, plain in ((ids[:9], ids), (ids, ids[:9])):
-        told = acceptance.certify(model, inputs, ours, plain, 4)
+        told = answer.certify(model, inputs, ours, plain, 4)
         assert told.first == 9 and not told.holds
 
 
@@ -95,7 +100,7 @@ def test_a_near_tie_is_certified(low):
     head[other] = head[ids[9]]
     ours = ids.clone()
     ours[9] = other
-    told = acceptance.certify(tied, inputs, ours, ids, 4)
+    told = answer.certify(tied, inputs, ours, ids, 4)
     assert told.first == 9 and told.gap < 1e-5 and told.holds
 
 
@@ -103,7 +108,7 @@ def test_the_slack_is_what_a_wide_pass_changes(low, monkeypatch):
     model, inputs, ids = low
     other = ids.clone()
     other[20] = (ids[20] + 1) % 150
-    honest, asked = acceptance._logits, []
+    honest, asked = answer._logits, []
 
     def rounding(model, inputs, before, sizes):
         asked.append(sizes)
@@ -111,9 +116,9 @@ def test_the_slack_is_what_a_wide_pass_changes(low, monkeypatch):
         out[7] += 0.25 * (len(sizes) == 1)
         return out
 
-    before = acceptance.certify(model, inputs, other, ids, 8)
-    monkeypatch.setattr(acceptance, "_logits", rounding)
-    after = acceptance.certify(model, inputs, other, ids, 8)
+    before = answer.certify(model, inputs, other, ids, 8)
+    monkeypatch.setattr(answer, "_logits", rounding)
+    after = answer.certify(model, inputs, other, ids, 8)
     assert asked == [[1] * 8, [8], [1] * 8]
     assert after.gap == before.gap and 0.2 < after.slack <= before.slack + 0.25
 
@@ -121,10 +126,10 @@ def test_the_slack_is_what_a_wide_pass_changes(low, monkeypatch):
 def test_fp32_leaves_no_room(family):
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
-    ids = acceptance.alone(model, inputs, 12).ids
+    ids = answer.generate(model, inputs, max_new_tokens=12)[0][0]
     other = ids.clone()
     other[10] = (ids[10] + 1) % 150
-    told = acceptance.certify(model, inputs, other, ids, 8, exact=model)
+    told = answer.certify(model, inputs, other, ids, 8, exact=model)
     assert told.slack < 1e-5 and not told.holds
 
 
@@ -135,5 +140,5 @@ def test_the_floor_is_weights_and_cache_over_the_rate(family):
     head = model.get_output_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     want = 4 * (text if tied else text - embedding + head) + 1000
-    assert acceptance.floor_s(model, 1000, 1e6) == pytest.approx(want / 1e6)
-    assert acceptance.read_rate(size=1 << 22) > 1e8
+    assert answer.floor_s(model, 1000, 1e6) == pytest.approx(want / 1e6)
+    assert answer.read_rate(size=1 << 22) > 1e8

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmaccel.cli import acceptance
+from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.models import shapes
 from mmaccel_lab.eval import simulate
@@ -43,7 +43,7 @@ def gains(
     column = 2 * form.layers * form.kv_heads * form.head_dim * next(model.parameters()).dtype.itemsize
 
     def step(length: float) -> float:
-        return acceptance.floor_s(model, column * length, 1.0)
+        return answer.floor_s(model, column * length, 1.0)
 
     found = []
     for count in columns:

@@ -224,8 +224,8 @@ def indexed() -> None:
     numbers = zeros(3, 1, N, dtype=INT)
     row, begin, few = numbers[0], zeros(1, C + 1, dtype=INT), zeros(1, 64, dtype=INT)
     estimate.line_sums(query, key, None, at, None, N, False)
-    order = row, begin, few, torch.zeros(1, 1024)
-    estimate.class_phases(query, key, None, at, None, N, False, *order, at[0, :1], "contrast", False)
+    order = row, begin, few, torch.zeros(1, 1024), at[0, :1]
+    estimate.class_phases(query, key, None, at, None, N, False, order, "contrast", False)
     scores = torch.zeros(1, 28, N)
     line_kernels.strongest(scores, scores, at[:, 0], 1000, 1024)
     estimate.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
@@ -238,9 +238,9 @@ def indexed() -> None:
     lists.unsure(few[None].to(torch.int8))
     kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
     line_kernels.slash_runs(
-        kept, zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine, 64
+        kept, (zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine), 64
     )  # fmt: skip
-    line_kernels.turned_classes(numbers, begin, numbers, begin, at[0, :1], of, of, of, 64, False, 64, 64)
+    line_kernels.turned_classes((numbers, begin, numbers, begin, at[0, :1]), (of, of, of), 64, False, 64, 64)
 
 
 def assembled() -> None:

@@ -34,7 +34,7 @@ def test_the_operators_keep_their_contracts() -> None:
             :, :gaps
         ]
         more = broken, runs, torch.ones(2, gaps, dtype=torch.int32)
-        torch.library.opcheck(lines.slash_runs.op, (kept, shape, member, member, reach, *more, 16))
+        torch.library.opcheck(lines.slash_runs.op, (kept, [shape, member, member, reach, *more], 16))
 
 
 @pytest.mark.parametrize("beyond", [{}, dict(window=9, sink=3)], ids=["lines", "lines beyond a window"])
@@ -47,9 +47,9 @@ def test_turned_classes_keep_their_contract(columns: int, rows: int, beyond: dic
     classes = grid._classes(region)
     assert classes.frames is not None
     order = ClassOrder.of(region, classes.frames, *grid._uncovered(region))
-    arguments = (order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0])
-    told = (classes.line, classes.shift, classes.dense, classes.most_keys, False, columns, rows)
-    torch.library.opcheck(turned_classes.op, (*arguments, *told))
+    tokens = [order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0]]
+    told = ([classes.line, classes.shift, classes.dense], classes.most_keys, False, columns, rows)
+    torch.library.opcheck(turned_classes.op, (tokens, *told))
 
 
 @pytest.mark.numeric(by="numpy")

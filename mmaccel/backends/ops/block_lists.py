@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops.block_attend import ABSENT, FULL
-from mmaccel.backends.ops.operator import operator, runs_triton
+from mmaccel.backends.ops.operator import operator
 
 ENTRIES = 1 << 24
 """Most entries of lists looked at at a time, where they are counted."""
@@ -47,6 +47,12 @@ def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return index[..., :n].flatten(), upto
 
 
+def broad(*tensors: Tensor) -> tuple[int, int]:
+    """How many sequences and heads there are where tensors [b, h, ...] have all of them, or 1 that all share."""
+    b, h = (max(sizes) for sizes in zip(*(t.shape[:2] for t in tensors), strict=True))
+    return b, h
+
+
 def present(row: Tensor, block: int) -> Tensor:
     """[..., n / block] int32: how many of the rows [..., n] of each block are there."""
     return (row >= 0).view(*row.shape[:-1], -1, block).sum(-1, dtype=torch.int32)
@@ -55,10 +61,10 @@ def present(row: Tensor, block: int) -> Tensor:
 def _reach_shapes(
     q_row: Tensor, k_row: Tensor, q_place: Tensor, k_place: Tensor, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
-    key_b, key_h = (max(x, y) for x, y in zip(k_row.shape[:2], k_place.shape[:2], strict=True))
-    b, h = (max(*of) for of in zip(q_row.shape[:2], q_place.shape[:2], (key_b, key_h), strict=True))
-    row = q_row.new_empty(b, h, q_row.shape[-1] // block_q, 5, dtype=torch.int64)
-    return row, k_row.new_empty(key_b, key_h, k_row.shape[-1] // block_k, dtype=torch.int8)
+    row = q_row.new_empty(
+        *broad(q_row, k_row, q_place, k_place), q_row.shape[-1] // block_q, 5, dtype=torch.int64
+    )
+    return row, k_row.new_empty(*broad(k_row, k_place), k_row.shape[-1] // block_k, dtype=torch.int8)
 
 
 @operator("prefill.lists", fake=_reach_shapes)
@@ -83,7 +89,7 @@ def reach(
     k_min, k_max, kind = _edges(k_row, k_place, block_k)
     # A block without a key lies where its neighbours do.
     k_max, k_min = k_max.cummax(-1).values, k_min.flip(-1).cummin(-1).values.flip(-1)
-    b, h = (max(x, y) for x, y in zip(q_min.shape[:2], k_min.shape[:2], strict=True))
+    b, h = broad(q_min, k_min)
     n = k_min.shape[-1]
     k_min, k_max = (t.expand(b, h, n).contiguous() for t in (k_min, k_max))
     q_min, q_max = (t.expand(b, h, -1).contiguous() for t in (q_min, q_max))
@@ -96,12 +102,7 @@ def reach(
     return row, kind
 
 
-def _area_shape(row: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
-    b, h = (max(*of) for of in zip(row.shape[:2], q_row.shape[:2], k_row.shape[:2], strict=True))
-    return row.new_empty(b, h)
-
-
-@operator("prefill.lists", fake=_area_shape)
+@operator("prefill.lists", fake=lambda row, q_row, k_row: row.new_empty(broad(row, q_row, k_row)))
 def listed_area(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
@@ -110,8 +111,7 @@ def listed_area(
     lists.
     """
     nq, nk = present(q_row, block_q), present(k_row, block_k)
-    b, h = (max(x, y) for x, y in zip(row.shape[:2], nk.shape[:2], strict=True))
-    b, h, m = max(b, nq.shape[0]), max(h, nq.shape[1]), row.shape[2]
+    (b, h), m = broad(row, nq, nk), row.shape[2]
     begin, count, _, _, shift = row.expand(b, h, m, 5).unbind(-1)
     nk = nk.expand(b, h, nk.shape[-1]).long()
     if not index.shape[0]:
@@ -146,7 +146,7 @@ def _assembled_shapes(sources: Sequence[Tensor], sizes: Sequence[int]) -> list[T
     return [sources[0].new_empty(n, dtype=kind) for n, kind in zip(sizes, KINDS, strict=True)]
 
 
-@operator("prefill.lists", serves=lambda sources, *_: runs_triton(sources[0]), fake=_assembled_shapes)
+@operator("prefill.lists", fake=_assembled_shapes)
 def assembled(
     sources: Sequence[Tensor], table: Sequence[int], fills: int, sizes: Sequence[int]
 ) -> list[Tensor]:

@@ -11,7 +11,7 @@ otherwise h = H. Scores are scaled by D ** -0.5.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import ParamSpec, TypeVar
 
@@ -67,19 +67,15 @@ def class_phases(
     total: Tensor | None,
     width: int,
     pooled: bool,
-    order: Tensor,
-    start: Tensor,
-    own: Tensor,
-    members: Tensor,
-    stride: Tensor,
+    pairing: Sequence[Tensor],
     score: str,
     rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """line and shift [B, h, 1] long: the class of the heaviest columns and the phase of the heaviest slashes, under `score`.
 
-    order [B, n] int32: the places by class, ascending in each; start [B, C + 1] int32: where each class begins in it,
-    and the last ends. own [B, L] int32: the class of the key at each query's place. members [B, C or more] float32: how
-    many pairs of a query and a key before it have a phase. stride [B] long: how many classes and phases there are.
+    pairing: order [B, n] int32, the places by class, ascending in each; start [B, C + 1] int32, where each class begins in
+    it, and the last ends; own [B, L] int32, the class of the key at each query's place; members [B, C or more] float32, how
+    many pairs of a query and a key before it have a phase; stride [B] long, how many classes and phases there are.
     spread [B, h, L] float32, with `rows`: the entropy of the weights of each query; empty otherwise.
     """
     shape = _heads(query, key, pooled)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -73,9 +75,8 @@ def line_keys(
     return left, kind, marked(diagonals).contiguous(), k_row, k_place
 
 
-def _run_shapes(
-    kept: Tensor, shape: Tensor, member: Tensor, broken: Tensor, block: int
-) -> tuple[Tensor, Tensor]:
+def _run_shapes(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:
+    shape, member, _, _, broken, *_ = queries
     B, H, N = kept.shape
     row = kept.new_empty(B, H, member.shape[1], 5, dtype=torch.int64)
     room = shape.shape[1] * H * (N // block + 2) + broken.shape[1] * B * H * (N // block)
@@ -83,21 +84,12 @@ def _run_shapes(
 
 
 @operator("prefill.lines", fake=_run_shapes)
-def slash_runs(
-    kept: Tensor,
-    shape: Tensor,
-    member: Tensor,
-    home: Tensor,
-    reach: Tensor,
-    broken: Tensor,
-    runs: Tensor,
-    sure: Tensor,
-    block: int,
-) -> tuple[Tensor, Tensor]:
+def slash_runs(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:
     """row [B, H, M, 5] long and index int32 of `BlockLists`: the key blocks that diagonals touch.
 
-    kept [B, H, N] bool: the diagonals; the rest as in `mmaccel.policies.sparse.vertical_slash.QueryRuns`.
+    kept [B, H, N] bool: the diagonals; queries: the fields of `mmaccel.policies.sparse.vertical_slash.QueryRuns`, in order.
     """
+    shape, member, home, reach, broken, runs, sure = queries
     _, H, N = kept.shape
     width = N // block + 2
     sequence, offset, length = shape.long().unbind(0)
@@ -152,8 +144,10 @@ def _jumping(
     return torch.stack([first, upto[..., -1], none, upto.gather(3, sure)[..., 0], none], -1), index
 
 
-def _class_shapes(queries: Tensor, line: Tensor, wide: bool, columns: int, rows: int) -> list[Tensor]:
-    B, H = line.shape[:2]
+def _class_shapes(
+    order: Sequence[Tensor], phases: Sequence[Tensor], wide: bool, columns: int, rows: int
+) -> list[Tensor]:
+    queries, (B, H) = order[0], phases[0].shape[:2]
     kind = torch.int64 if wide else torch.int32
     P, N = (B, H, queries.shape[2]), (B, H, columns)
     out = [queries.new_empty(P), queries.new_empty(P, dtype=kind)]
@@ -164,26 +158,15 @@ def _class_shapes(queries: Tensor, line: Tensor, wide: bool, columns: int, rows:
 
 @operator("prefill.lines", fake=_class_shapes)
 def turned_classes(
-    queries: Tensor,
-    q_begin: Tensor,
-    keys: Tensor,
-    k_begin: Tensor,
-    stride: Tensor,
-    line: Tensor,
-    shift: Tensor,
-    dense: Tensor,
-    room: int,
-    wide: bool,
-    columns: int,
-    rows: int,
+    order: Sequence[Tensor], phases: Sequence[Tensor], room: int, wide: bool, columns: int, rows: int
 ) -> list[Tensor]:
     """The order (class, position) of the queries and keys of each head of a grid, from the one that all heads share.
 
-    queries [3, B, P] int32: row, place and class of each query by (class, place), those without a place last; keys [3,
-    B, N] int32: row, place and class by (class, place). q_begin, k_begin [B, C + 1] int32: where each class begins, and
-    the last ends. stride [B] long: the classes there are; line, shift, dense [B, H, 1] long: the class of the vertical
-    lines, the phase of the slashes and the class of the horizontal lines. room: no class has more keys; wide: places
-    are told in 64 bits.
+    order, of all heads: queries [3, B, P] int32: row, place and class of each query by (class, place), those without a
+    place last; q_begin [B, C + 1] int32: where each class of queries begins, and the last ends; keys [3, B, N] int32 and
+    k_begin: the same of the keys; stride [B] long: the classes there are. phases, each [B, H, 1] long: line, shift and
+    dense, the class of the vertical lines, the phase of the slashes and the class of the horizontal lines. room: no class
+    has more keys; wide: places are told in 64 bits.
 
     Gives, each [B, H, P], [B, H, columns] or [B, H, rows]: the rows of the queries by the class they pair with, -1 for
     those of the `dense` class, and their places for the slashes: class * (2 * room) + rank, of the last key of the
@@ -192,6 +175,7 @@ def turned_classes(
     lead to none of these keys, and the rank of queries that pair with their class is -1. With `rows` the rows and
     places of the queries of the dense class.
     """
+    (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     (B, P), N, H = queries.shape[1:], keys.shape[2], line.shape[1]
     kind = torch.int64 if wide else torch.int32
     base, s = N + 1, stride[:, None, None]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -180,9 +180,9 @@ def usable(device: torch.device) -> str | None:
     return why_not("triton", device) or (None if find_spec("triton") else "it needs triton")
 
 
-def runs_triton(first: Tensor, *rest: Any) -> bool:
+def runs_triton(first: Tensor | Sequence[Tensor], *rest: Any) -> bool:
     """Whether kernels can run where the first argument of a call lies."""
-    return usable(first.device) is None
+    return usable((first if isinstance(first, Tensor) else first[0]).device) is None
 
 
 def runs_triton_in_float32(first: Tensor, *rest: Any) -> bool:

@@ -221,7 +221,7 @@ class Grid(IntraPattern):
         tokens = order.queries, order.q_begin, order.keys, order.k_begin, frames.stride[:, 0, 0]
         lines = classes.line, classes.shift, classes.dense
         wide = order.k_pos.dtype == torch.int64
-        q_row, q_pos, *more = turned_classes(*tokens, *lines, most, wide, columns, rows)
+        q_row, q_pos, *more = turned_classes(tokens, lines, most, wide, columns, rows)
         spans = [span_by_range(q_row, order.k_row, q_pos, order.k_pos, 0, most, block, block)]
         if self.vertical:
             q_pos, k_row, k_pos, *more = more

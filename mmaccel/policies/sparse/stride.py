@@ -212,7 +212,7 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
     pairing = once(frames.memo, ("pairing", id(layout)), lambda: Pairing.of(layout, frames, search.most))
     if sample.fused:
         order = pairing.order, pairing.start, pairing.own, pairing.members, frames.stride[:, 0, 0]
-        line, shift, spread = class_phases(*sample.operands, *order, search.score, search.rows)
+        line, shift, spread = class_phases(*sample.operands, order, search.score, search.rows)
         line, shift = sample.spread(line), sample.spread(shift)
         dense = evenest(sample.spread(spread), sample.at, own, classes) if search.rows else line
     else:

@@ -63,7 +63,7 @@ class VerticalSlash(IntraPattern):
         runs = region.once(("query runs", heads), lambda: QueryRuns.of(region, heads))
         # A query block lists every key block that a kept diagonal touches in its rows: diagonal d pairs a query of rank i
         # with the key of rank i - d. The ranks say nothing of the rows: those of columns are left out.
-        lists = BlockLists(*slash_runs(kept, *runs, self.block), kind)
+        lists = BlockLists(*slash_runs(kept, [*runs], self.block), kind)
         spans = [KeySpan(left, at, keys.rank[:, None], 0, FAR, lists, ranks=True, q_first=region.q_first)]
         if self.vertical:
             # The columns, gathered; a column's position is that of its token.

@@ -401,8 +401,9 @@ def phases_kernel(
     tl.store(shift + head, tl.min(tl.where(found == tl.max(found, 0), c, BLOCK_C), 0).to(tl.int64))
 
 
-def class_phases(query, key, row, at, total, width, pooled, order, start, own, members, stride, score, rows):
+def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows):
     """See `ops.estimate.class_phases`: one kernel sums the classes of a head, one compares them."""
+    order, start, own, members, stride = pairing
     B, H, L, D = query.shape
     C = start.shape[1] - 1
     shape, at = shape_of(query, key, row), at.contiguous()

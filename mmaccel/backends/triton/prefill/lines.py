@@ -330,8 +330,9 @@ def line_keys(row, columns, diagonals, width, block):
     return left, kind, kept.view(torch.bool), k_row, k_place
 
 
-def slash_runs(kept, shape, member, home, reach, broken, runs, sure, block):
+def slash_runs(kept, queries, block):
     """See `ops.lines.slash_runs`: the steps of each shape, the lists they make, and those of blocks that jump."""
+    shape, member, home, reach, broken, runs, sure = queries
     B, H, N = kept.shape
     C, M, G, blocks = shape.shape[1], member.shape[1], broken.shape[1], N // block
     width = blocks + 2
@@ -417,10 +418,9 @@ def turned_kernel(
         tl.store(dense_at + head * E + i, at, mask=i < E)
 
 
-def turned_classes(
-    queries, q_begin, keys, k_begin, stride, line, shift, dense, room, wide, columns, rows
-):  # fmt: skip
+def turned_classes(order, phases, room, wide, columns, rows):
     """See `ops.lines.turned_classes`: one kernel, of which a program places `TURNED` rows of a head."""
+    (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     _, B, P = queries.shape
     N, H = keys.shape[2], line.shape[1]
     kind = torch.int64 if wide else torch.int32

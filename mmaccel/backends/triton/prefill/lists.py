@@ -1,5 +1,6 @@
-"""Lists of key blocks (`ops.block_lists`) made by a few small kernels, where PyTorch needs some forty; for `attend` and the
-kernels for Hopper also the runs of two neighbours as one, and how many blocks need a test.
+"""The kernels of `ops.block_lists`, and the functions that launch them, which take what the operators of their names take:
+lists of key blocks by a few small kernels, where PyTorch needs some forty. For `attend` and the kernels for Hopper also the
+runs of two neighbours as one, and how many blocks need a test.
 """
 
 # mypy: ignore-errors
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import block_attend, block_lists
-from mmaccel.backends.ops.block_lists import FIELDS, KINDS, TILE
+from mmaccel.backends.ops.block_lists import FIELDS, KINDS, TILE, broad
 from mmaccel.backends.triton.launch_args import lead
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
@@ -210,22 +210,14 @@ def area_kernel(
     tl.atomic_add(OUT + lead, queries * tl.sum(keys, 0))
 
 
-def reach(
-    q_row: Tensor,
-    k_row: Tensor,
-    q_place: Tensor,
-    k_place: Tensor,
-    lo: int,
-    hi: int,
-    block_q: int,
-    block_k: int,
-) -> tuple[Tensor, Tensor]:
+def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
+    """See `ops.block_lists.reach`: what blocks span, then how far each reaches, three kernels."""
     q_row, k_row, q_place, k_place = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_place, k_place)
     )
     m, n = q_row.shape[-1] // block_q, k_row.shape[-1] // block_k
-    of_queries, of_keys = _broad(q_row, q_place), _broad(k_row, k_place)
-    b, h = (max(x, y) for x, y in zip(of_queries, of_keys, strict=True))
+    of_queries, of_keys = broad(q_row, q_place), broad(k_row, k_place)
+    b, h = broad(q_row, q_place, k_row, k_place)
     row = q_row.new_empty(b, h, m, 5, dtype=torch.int64)
     q_least, q_most = q_row.new_empty(2, *of_queries, m, dtype=torch.int64)
     k_least, k_most = q_row.new_empty(2, *of_keys, n, dtype=torch.int64)
@@ -246,13 +238,11 @@ def reach(
     return row, kind
 
 
-def listed_area(
-    row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
-) -> Tensor:
+def listed_area(row, index, q_row, k_row, block_q, block_k):
     """See `ops.block_lists.listed_area`; sums of whole numbers, the same in any order."""
     row = row if row.stride()[2:] == (5, 1) else row.contiguous()
     q_row, k_row = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row))
-    b, h = (max(*of) for of in zip(row.shape[:2], q_row.shape[:2], k_row.shape[:2], strict=True))
+    b, h = broad(row, q_row, k_row)
     out, (key_b, key_h, blocks) = row.new_empty(b, h), (*k_row.shape[:2], k_row.shape[2] // block_k)
     nk = k_row.new_empty(key_b, key_h, blocks)
     tile = max(1, TOKENS // block_k)
@@ -264,11 +254,6 @@ def listed_area(
         PLAIN=not index.shape[0], BLOCK=block_q, STEP=STEP // 4, num_warps=1,
     )  # fmt: skip
     return out
-
-
-def _broad(*tensors: Tensor) -> tuple[int, int]:
-    b, h = (max(sizes) for sizes in zip(*(t.shape[:2] for t in tensors), strict=True))
-    return b, h
 
 
 def _step(leads: tuple[int, int]) -> tuple[int, int]:
@@ -397,9 +382,7 @@ def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
         tl.store(small + to, value.to(tl.int8), mask=inside)
 
 
-def assembled(
-    sources: Sequence[Tensor], table: Sequence[int], fills: int, sizes: Sequence[int]
-) -> list[Tensor]:
+def assembled(sources, table, fills, sizes):
     """See `ops.block_lists.assembled`; the table is sent to the device, and nothing waits for it."""
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]

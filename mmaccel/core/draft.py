@@ -297,30 +297,22 @@ def accept_tree(
 
 def check(proposal: Proposal) -> None:
     """Raise `DraftError` for a proposal that cannot be verified; of what is on a device only a tree's parents are read."""
-    ids, q = proposal.ids, proposal.q
+    ids, parents, q = proposal.ids, proposal.parents, proposal.q
+    n = ids.numel()
     if ids.ndim != 1 or ids.dtype != torch.long:
         raise DraftError(f"Proposal.ids must be [n] long; it is {list(ids.shape)} {ids.dtype}.")
-    if proposal.parents is not None:
-        _check_tree(proposal, proposal.parents)
-    if q is not None and (q.ndim != 2 or q.shape[0] != ids.numel()):
-        raise DraftError(
-            f"Proposal.q must be [{ids.numel()}, V], a row for each token; it is {list(q.shape)}."
-        )
-
-
-def _check_tree(proposal: Proposal, parents: Tensor) -> None:
-    if parents.shape != proposal.ids.shape or parents.dtype != torch.long:
-        raise DraftError(
-            f"Proposal.parents must be [{proposal.ids.numel()}] long; it is {list(parents.shape)} {parents.dtype}."
-        )
-    if any(not -1 <= parent < node for node, parent in enumerate(parents.tolist())):
+    if parents is not None and (parents.shape != ids.shape or parents.dtype != torch.long):
+        raise DraftError(f"Proposal.parents must be [{n}] long; it is {list(parents.shape)} {parents.dtype}.")
+    if parents is not None and any(not -1 <= parent < i for i, parent in enumerate(parents.tolist())):
         raise DraftError(
             "Proposal.parents: a token stands before its parent; list parents first, -1 for the root."
         )
-    if proposal.q is not None:
+    if parents is not None and q is not None:
         raise DraftError(
             "the draft proposed a tree with probabilities (Proposal.q); choose children without chance, and leave q out."
         )
+    if q is not None and (q.ndim != 2 or q.shape[0] != n):
+        raise DraftError(f"Proposal.q must be [{n}, V], a row for each token; it is {list(q.shape)}.")
 
 
 def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:

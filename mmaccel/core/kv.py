@@ -51,8 +51,7 @@ class KVState(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        now = {"turn": "question_scope", "enter": "begin_pass", "leave": "end_pass", "seat": "write_slot"}
-        refuse_former_names(cls, now)
+        refuse_former_names(cls)
 
     @abstractmethod
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:

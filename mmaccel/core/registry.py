@@ -23,9 +23,16 @@ from mmaccel.core.errors import RecipeError, UnknownName, shown
 C = TypeVar("C", bound=type)
 
 
-def refuse_former_names(cls: type, renamed: Mapping[str, str]) -> None:
+RENAMED = {"placed": "with_base_dir", "asks": "query_time_fields"}
+RENAMED |= {"toll": "max_blocks", "bound": "max_blocks_total"}
+RENAMED |= {"expected": "expected_blocks", "guess": "estimate_blocks"}
+RENAMED |= {"turn": "question_scope", "enter": "begin_pass", "leave": "end_pass", "seat": "write_slot"}
+"""Members of policies and memories, as earlier versions called them: former name -> name."""
+
+
+def refuse_former_names(cls: type) -> None:
     """Raise `RecipeError` for a class that defines a member of its base by the name of an earlier version."""
-    for former, name in renamed.items():
+    for former, name in RENAMED.items():
         if former in vars(cls) and hasattr(cls, name):
             raise RecipeError(f"{cls.__name__}: {former} is called {name} now; rename it.")
 
@@ -51,7 +58,7 @@ class Policy(metaclass=_TakesFormerFields):
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
         super().__init_subclass__()
-        refuse_former_names(cls, {"placed": "with_base_dir", "asks": "query_time_fields"})
+        refuse_former_names(cls)
         if kind is not None:
             BASES[kind] = cls
 

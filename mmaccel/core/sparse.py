@@ -18,17 +18,8 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.merge_heads import adjacent, joined
-from mmaccel.core.plan import (
-    FAR,
-    AttentionPlan,
-    HeadRun,
-    Part,
-    head_runs,
-    numbered,
-    pad_rows,
-    span_by_range,
-)
-from mmaccel.core.registry import Policy, refuse_former_names
+from mmaccel.core.plan import FAR, AttentionPlan, HeadRun, Part, head_runs, numbered, pad_rows, span_by_range
+from mmaccel.core.registry import Policy
 
 BLOCK = 256
 """The largest block: kernels hold a block's places at once."""
@@ -68,9 +59,6 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         """One that says anew what its plan is has not said how some heads of a layer are planned: its parent's way of that
         would pass it by."""
         super().__init_subclass__()
-        former = {"toll": "max_blocks", "bound": "max_blocks_total"}
-        former |= {"expected": "expected_blocks", "guess": "estimate_blocks"}
-        refuse_former_names(cls, former)
         if "plan" in vars(cls) and "plan_of" not in vars(cls):
             cls.plan_of = SparsePattern.plan_of  # type: ignore[method-assign]
 

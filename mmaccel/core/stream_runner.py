@@ -57,7 +57,6 @@ class StreamInfo:
 class QuestionRunner(Runner):
     """A question and its answer on the memory of a stream: the target of the decoding loop.
 
-    hidden    the memory is told what enters each layer
     ids       [n] of the words after the video
     left      the tokens of an answer for which the model has positions
     meter     counts what is decoded
@@ -65,9 +64,8 @@ class QuestionRunner(Runner):
     logits    [1, V] of the first token, set by `prefill`
     """
 
-    seam: StreamAdapter
+    stream: StreamRunner
     state: StreamState
-    hidden: bool
     deadline: Deadline
     ids: Tensor
     left: int
@@ -80,21 +78,16 @@ class QuestionRunner(Runner):
 
         Raises `Ended` when the deadline passes before the last layer.
         """
-        hidden = self._pass(inputs["piece"], inputs["embeds"], self.deadline.check)
-        self.logits = self.seam.logits(hidden[-1:])
+        piece, embeds = inputs["piece"], inputs["embeds"]
+        hidden = self.stream.run_pass(self.state, piece, embeds, few=True, check=self.deadline.check)
+        self.logits = self.stream.seam.logits(hidden[-1:])
         return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         if branches is not None:
             raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
-        piece = StreamPass(kind="answer", rows=ids.shape[1])
-        return self.seam.logits(self._pass(piece, self.seam.words(ids[0])))[None]
-
-    def _pass(self, piece: StreamPass, embeds: Tensor, check: Callable[[], None] | None = None) -> Tensor:
-        self.state.begin_pass(piece)
-        hidden = self.seam.run(self.state, embeds, self.hidden, few=True, check=check)
-        self.state.end_pass()
-        return hidden
+        piece, seam = StreamPass(kind="answer", rows=ids.shape[1]), self.stream.seam
+        return seam.logits(self.stream.run_pass(self.state, piece, seam.words(ids[0]), few=True))[None]
 
     def truncate(self, length: int) -> None:
         self.state.truncate(length)
@@ -109,7 +102,8 @@ class QuestionRunner(Runner):
 
         `put` gets new text as it comes. Warns when the answer ends with the model's positions.
         """
-        seam, ends, tokens, shown = self.seam, self.seam.ends(), list[int](), ""
+        seam = self.stream.seam
+        ends, tokens, shown = seam.ends(), list[int](), ""
         ids = torch.cat([seam.head(), self.ids])[None]
         start = ids.shape[1]
         draft = strategy.open(seam.view) if strategy.active else None
@@ -165,7 +159,6 @@ class StreamRunner:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
         self.seam, self.kv, self.info = seam, kv, info
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
-        self._hidden = "hidden" in kv.needs
         self._warned = self._full = False
         fps = float(seam.pace) if info.timed and info.fps is None else info.fps
         places, head = seam.places(info.size, fps), seam.head().numel()
@@ -278,10 +271,10 @@ class StreamRunner:
             look = part.float().mean(1) if "look" in self.kv.needs else None
             rows = count * info.unit
             piece = StreamPass(kind="units", rows=rows, first=first, count=count, times=shown, look=look)
-            self._pass(state, piece, part.flatten(0, 1))
+            self.run_pass(state, piece, part.flatten(0, 1))
             done += count
             if "proxy" in self.kv.needs:
-                self._pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
+                self.run_pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
 
     @cached_property
     def _proxy(self) -> Tensor:
@@ -291,12 +284,14 @@ class StreamRunner:
 
     def _head(self, state: StreamState) -> None:
         ids = self.seam.head()
-        self._pass(state, StreamPass(kind="head", rows=ids.numel()), self.seam.words(ids))
+        self.run_pass(state, StreamPass(kind="head", rows=ids.numel()), self.seam.words(ids))
 
-    def _pass(self, state: StreamState, piece: StreamPass, embeds: Tensor) -> None:
+    def run_pass(self, state: StreamState, piece: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
+        """[n, E] final hidden states of the pass `piece` over `embeds` [n, E], in `state`; see `StreamAdapter.run`."""
         state.begin_pass(piece)
-        self.seam.run(state, embeds, self._hidden)
+        hidden = self.seam.run(state, embeds, "hidden" in self.kv.needs, **how)
         state.end_pass()
+        return hidden
 
     # A question.
 
@@ -342,7 +337,7 @@ class StreamRunner:
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
         shown = (lambda: self._shown(evidence())) if weigh else tuple
-        runner = QuestionRunner(seam, state, self._hidden, deadline, ids, left, meter, shown)
+        runner = QuestionRunner(self, state, deadline, ids, left, meter, shown)
         with state.question_scope():
             runner.prefill({"piece": piece, "embeds": torch.cat(parts)})
             meter.prompt_tokens = runner.length()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmaccel.core.rows import Rows as Written
+from mmaccel.core.report import Rows as Written
 from mmaccel.figure import save
 from mmaccel_lab.eval.cases import Case
 from mmaccel_lab.eval.haystack import Gap, Haystack, Shot, interval, spread_by

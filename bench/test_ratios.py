@@ -33,7 +33,7 @@ from mmaccel.core.draft import Proposal, accept, accept_tree
 from mmaccel.core.kv import Stream, StreamPass, StreamPolicy
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.rows import write_whole
+from mmaccel.core.report import write_whole
 from mmaccel.core.sparse import attend_plan
 
 LIMIT = 1.25

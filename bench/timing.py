@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.rows import Rows, environment, read_rows, write_whole
+from mmaccel.core.report import Rows, environment, read_rows, write_whole
 
 __all__ = ["Log", "Times", "compare", "environment", "measure", "read_rows", "write_rows"]
 

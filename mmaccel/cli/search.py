@@ -21,8 +21,7 @@ from mmaccel.cli.choices import Device, Dtype, Fps, Json
 from mmaccel.cli.console import bars, many, print_json, say, size, steps
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.report import counted, share
-from mmaccel.core.rows import read_rows
+from mmaccel.core.report import counted, read_rows, share
 
 REQUEST = "Describe the video."
 """What is asked of the sample unless told otherwise."""

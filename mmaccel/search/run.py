@@ -21,8 +21,7 @@ from mmaccel.backends import select
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
-from mmaccel.core.report import peak_bytes
-from mmaccel.core.rows import Rows, environment, write_whole
+from mmaccel.core.report import Rows, environment, peak_bytes, write_whole
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA
 from mmaccel.search.algorithm import Ledger, Tick, assembled, kinds_of, levelled, scored, ticks
 from mmaccel.search.measure import Bench, Inside, described, frame_tokens, present, watch

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmaccel.core.errors import Field, VideoError, VideoWarning
-from mmaccel.core.rows import Rows, environment, read_rows, write_whole
+from mmaccel.core.report import Rows, environment, read_rows, write_whole
 
 
 def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.core.rows import read_rows
+from mmaccel.core.report import read_rows
 from mmaccel.search import Settings, agreement, replayed, search
 from mmaccel.search.algorithm import decided, labels, levelled, scored
 from mmaccel.search.measure import Bench, Inside, frame_tokens, relative_error, watch

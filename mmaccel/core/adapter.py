@@ -227,18 +227,6 @@ class ModelView:
         return self.adapter.geometry(self.model)
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
-        return self.adapter.fingerprint(self.model)
-
-    @property
-    def weights_digest(self) -> str | None:
-        return self.adapter.weights_digest(self.model)
-
-    @property
-    def own_heads(self) -> range:
-        return self.adapter.own_heads(self.model)
-
-    @property
     def folder(self) -> Path | None:
         return self.adapter.folder(self.model)
 

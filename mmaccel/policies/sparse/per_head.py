@@ -143,19 +143,19 @@ class PerHead(SparsePattern):
                     "run `mmaccel search` on it and give the file as table."
                 )
             return replace(self, table=f"{model.folder}/{FILE}").bind(model)
-        file = self._file
-        if file is not None and (other := difference(file, model.fingerprint)) is not None:
+        file, adapter, whole = self._file, model.adapter, model.model
+        if file is not None and (other := difference(file, adapter.fingerprint(whole))) is not None:
             raise RecipeError(
                 f"per_head: table {self.table!r} was searched on another model ({other}); run `mmaccel search` on this."
             )
         # Digests are made where the file names the weights it was searched on.
         weights = None if file is None else file.get("weights")
-        if weights is not None and model.weights_digest not in (None, weights):
+        if weights is not None and adapter.weights_digest(whole) not in (None, weights):
             warn(
                 f"per_head: table {self.table!r} was searched on other weights of this architecture; "
                 "run `mmaccel search` on this model for patterns that fit its heads."
             )
-        shape = model.adapter.whole_geometry(model.model)
+        shape = adapter.whole_geometry(whole)
         for layer, heads in self._named.items():
             if layer >= shape.layers:
                 raise RecipeError(
@@ -166,7 +166,7 @@ class PerHead(SparsePattern):
                     f"per_head: table[{layer}] has head {max(heads)}; the model has heads 0 to {shape.heads - 1}."
                 )
         bound = replace(self)
-        object.__setattr__(bound, "heads", model.own_heads)
+        object.__setattr__(bound, "heads", adapter.own_heads(whole))
         return bound
 
     def at(self, layer: int) -> SparsePattern:

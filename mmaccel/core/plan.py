@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from mmaccel.backends.ops.block_attend import KeySpan as KeySpan
 from mmaccel.backends.ops.block_attend import Part as Part
 from mmaccel.backends.ops.block_attend import remember as remember
 from mmaccel.backends.ops.block_lists import listed_area, packed, reach
+from mmaccel.backends.ops.operator import constant
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 
@@ -36,7 +36,7 @@ FAR = 2**31 - 1
 """The upper end of an open range."""
 
 
-@lru_cache(256)
+@constant
 def numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
     """`heads` as an index on `device`, made once: indexing with a list sends it there each time, and waits for it."""
     with torch.inference_mode(False):

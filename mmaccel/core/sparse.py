@@ -171,7 +171,9 @@ def attend_plan(
         for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
             k, v = key[:, run.groups, seen], value[:, run.groups, seen]
             q, at = run.of(query)[:, :, :rows], numbered(run.heads, query.device)
-            out[:, at, :rows], lse[:, at, :rows] = dense_attend(q, k, v, scale, start, valid), torch.nan
+            out[:, at, :rows] = dense_attend(q, k, v, scale, start, valid)
+            # An index and a number would send the number to the device, which a capture cannot.
+            lse[:, :, :rows].index_fill_(1, at, torch.nan)
     return out, lse
 
 

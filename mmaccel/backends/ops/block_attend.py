@@ -41,9 +41,9 @@ def remember(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -
     if name in memo:
         return memo[name]  # type: ignore[no-any-return]
     made = make()
-    # What is made while a graph is traced or captured holds no values yet.
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if not torch.compiler.is_compiling() and not capturing and detect_fake_mode() is None:
+    # What is made while a graph is traced or captured holds no values yet; a tracer cannot ask whether one is captured.
+    traced = torch.compiler.is_compiling() or detect_fake_mode() is not None
+    if not traced and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         memo[name] = made
     return made
 

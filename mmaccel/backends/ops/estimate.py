@@ -12,7 +12,6 @@ otherwise h = H. Scores are scaled by D ** -0.5.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ MOST_QUERIES = 128
 """Queries that a program holds."""
 
 
-@cache
+@operators.constant
 def reduces(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
     """Whether `row_totals`, `line_sums` and `class_phases` are served, for so many queries of heads of this size."""
     known = dtype in (torch.float16, torch.bfloat16, torch.float32)

@@ -174,7 +174,23 @@ def _rank(name: str) -> int:
     return int(name.removeprefix("sm_"))
 
 
-@functools.cache
+def constant(make: Callable[P, R]) -> Callable[P, R]:
+    """`make`, computed once for each of its arguments (the last 256 of them, until `cache_clear`), which can be hashed.
+
+    What it gives is a constant of a graph that torch.compile traces: behind `functools.cache` that traces the function
+    itself, with a warning, and what asks a device, or sends it numbers, cannot be a part of a graph.
+    """
+    kept = functools.lru_cache(256)(make)
+
+    @functools.wraps(make)
+    def known(*args: P.args, **named: P.kwargs) -> R:
+        return kept(*args, **named)
+
+    vars(known).update(cache_clear=kept.cache_clear, _dynamo_marked_constant=True)
+    return known
+
+
+@constant
 def usable(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run on `device`; None when they can. Triton itself is not imported to tell."""
     return why_not("triton", device) or (None if find_spec("triton") else "it needs triton")

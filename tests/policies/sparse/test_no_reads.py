@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.backends import select
 from mmaccel.backends.ops import operator
-from mmaccel.core.layout import IMAGE, TEXT, VIDEO
+from mmaccel.backends.ops.block_attend import empty_output, remember
+from mmaccel.backends.ops.estimate import reduces
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.merge_heads import merge_plans
 from mmaccel.core.registry import registry
 from mmaccel.core.sparse import attend_plan, launches
+from mmaccel.policies.sparse.estimate import LastQueries
 
 from .scenes import Scene, sequence
 from .test_contract import CASES, NAMES, small
@@ -51,7 +56,9 @@ class NoReads(TorchDispatchMode):
         masks = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
             t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
         )
-        if name in READS or masks or (name == "repeat_interleave" and not sized):
+        # A number put where an index tensor says is sent there first.
+        sent = name.startswith("index_put") and args[2].dim() == 0
+        if name in READS or masks or sent or (name == "repeat_interleave" and not sized):
             raise AssertionError(f"{func} reads from the device")
         return func(*args, **(kwargs or {}))
 
@@ -61,7 +68,11 @@ def no_lists(self: torch.Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "read", [lambda t: int(t.sum()), lambda t: t[t > 0], lambda t: t.nonzero(), lambda t: t[[0, 2]]]
+    "read",
+    [
+        *(lambda t: int(t.sum()), lambda t: t[t > 0], lambda t: t.nonzero(), lambda t: t[[0, 2]]),
+        lambda t: t.__setitem__(t % 2, 7),
+    ],
 )
 def test_the_guard_sees_reads(read: Any) -> None:
     with NoReads(), pytest.raises(AssertionError, match="reads from the device"):
@@ -104,6 +115,79 @@ def test_heads_that_lie_apart_are_put_together_without_reads() -> None:
     whole()
     with NoReads():
         whole()
+
+
+def test_dense_heads_among_others_are_computed_without_reads() -> None:
+    """So that a layer of unlike heads can be captured."""
+    query, key, value = SCENE.tensors(torch.float32)
+    layout = TokenLayout.text(*key.shape[::2])
+    plan = small("a_shape").plan(query, key, layout, layout)
+    mixed = merge_plans([((0, 2), plan), ((1, 3), None)], 4, 2, layout, layout)
+    assert mixed is not None and mixed.dense is not None
+
+    def kernel(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        return empty_output(query, value, rest[0].shape[-1], rest[6])
+
+    attend_plan(mixed, query, key, value, 0.25, kernel)
+    with NoReads():
+        _, lse = attend_plan(mixed, query, key, value, 0.25, kernel)
+    assert lse[:, [1, 3]].isnan().all() and not lse[:, [0, 2]].isnan().any()
+
+
+def untraceable(*_: Any) -> None:
+    """An answer about a device that no tracer can follow."""
+    with threading.Lock():
+        return None
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The planners ask as on a GPU, and are told that kernels run."""
+    asked = operator.usable, reduces
+    monkeypatch.setattr(operator, "why_not", untraceable)
+    monkeypatch.setattr(operator, "find_spec", untraceable)
+    told = property(lambda self: reduces(self.query.device, self.query.dtype, *self.query.shape[2:]))
+    monkeypatch.setattr(LastQueries, "fused", told)
+    for one in asked:
+        one.cache_clear()  # type: ignore[attr-defined]
+    yield
+    for one in asked:
+        one.cache_clear()  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a:UserWarning")
+@pytest.mark.parametrize("name", ["vertical_slash", "grid", "per_head"])
+def test_what_a_device_is_asked_is_a_constant_of_the_graph(name: str, fused: None) -> None:
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+    pattern, scene = small(name), SCENE
+    query, key, value = scene.tensors(torch.float32)
+    layout, kernel = scene.layout(), select.get("reference", "cpu")
+
+    def seen(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        count = len(graph.graph.output_node().args[0])
+        return lambda *inputs: [query] * count  # there is no kernel to run
+
+    def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        plan = pattern.plan(query, key, layout, layout)
+        assert plan is not None
+        return attend_plan(plan, query, key, value, 0.25, kernel)[0]
+
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(LastQueries, "fused", False)
+        layer(query, key, value)  # the host knows the layout
+    torch.compile(layer, backend=seen, fullgraph=True)(query, key, value)
+    assert len(graphs) == 1 and "mmaccel" in graphs[0].code
+    torch._dynamo.reset()
+
+
+def test_a_tracer_is_not_asked_whether_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
+    memo: dict[Any, int] = {}
+    assert remember(memo, "one", lambda: 1) == 1 and not memo
 
 
 TRACED = ("a_shape", "vertical_slash", "block_topk", "grid", "boundary_2d", "per_head")

@@ -114,6 +114,9 @@ class ForwardPass(PrefillPass):
     """What sparse layers listed, on its way to the host, and what was expected of them, by the first new column of the pass:
     told to the layers after them."""
 
+    ticket: Tensor | None = field(default=None, init=False)
+    """By what compiled layers find this pass, which is no tensor."""
+
     def pays(self, layer: int, query: Tensor, n_key: int) -> bool:
         """Whether the pattern of `layer` beats dense attention, from sizes and measured costs.
 

@@ -1,5 +1,5 @@
 """Our attention and our cache as transformers sees them: the function that layers with our hooks call, the arguments of
-`forward` that concern it, a `KVState` as a transformers cache, and the pass of packed sequences."""
+`forward` that concern it, a `KVState` as a transformers cache, the pass of packed sequences, and where an answer ends."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, StoppingCriteria
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel.core.attention import ForwardPass
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import PrefillPass, Probe
 from mmaccel.core.recipe import Recipe
+from mmaccel.models.compiled import layer_append, layer_attend
 
 ATTENTION = "mmaccel"
 """The name of `attention` among transformers' attention functions."""
@@ -53,10 +54,13 @@ def attention(
         attention_mask, weights = with_weights(attention_mask)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
+    asks = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if torch.compiler.is_compiling() and attention_mask.ticket is not None and weights is None and not asks:
+        return layer_attend(attention_mask.ticket, layer, query, key, value, scale), None
     # Whoever plans and attends chooses the types: under autocast they come mixed, and are not to be changed on the way.
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        if asks:
             out = OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = attention_mask.attend(layer, query, key, value, scale)
@@ -200,6 +204,7 @@ class _Door:
     Python looks for cycles. (A class, for compilers break off at a `SimpleNamespace`.)"""
 
     open = False
+    ticket: Tensor | None = None
 
 
 class _Layer(CacheLayerMixin):
@@ -235,7 +240,10 @@ class _Layer(CacheLayerMixin):
                 "past_key_values: this cache belongs to an accelerated model that is detached, or to another one; "
                 "start from a new cache."
             )
-        self.state.append(self.index, key_states, value_states)
+        if torch.compiler.is_compiling() and self.door.ticket is not None:
+            layer_append(self.door.ticket, self.index, key_states, value_states)
+        else:
+            self.state.append(self.index, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -258,13 +266,14 @@ class KVCache(Cache):
         super().__init__(layers=[_Layer(state, self.door, index) for index in range(layers)])
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Only inside may the layers be fed: elsewhere nobody would ask the memory what a query sees."""
-        self.door.open = True
+    def at_work(self, ticket: Tensor | None = None) -> Iterator[None]:
+        """Only inside may the layers be fed: elsewhere nobody would ask the memory what a query sees. `ticket`: of the pass
+        that feeds them."""
+        self.door.open, self.door.ticket = True, ticket
         try:
             yield
         finally:
-            self.door.open = False
+            self.door.open, self.door.ticket = False, None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.state.length()
@@ -303,6 +312,7 @@ class PackedPass:
     """
 
     runs: tuple[tuple[int, slice, ForwardPass], ...]
+    ticket: Tensor | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, run: ForwardPass, packed: Tensor) -> PackedPass:
@@ -336,3 +346,29 @@ def _alone(layout: TokenLayout) -> TokenLayout:
         segment=layout.segment - layout.segment[:, :1],
         frame=torch.where(framed, layout.frame - first, layout.frame),
     )
+
+
+class MaxLength(StoppingCriteria):
+    """Ends each sequence [B] at `ends` [B] columns, where its positions are used up, and says so once.
+
+    padded  whether there is a token to go on with after it: without one, and without an end-of-text token, transformers lets
+            a sequence of a batch run on beside the others
+    """
+
+    def __init__(self, ends: Tensor, most: int, padded: bool) -> None:
+        self._ends, self._most, self._warned = ends, most, False
+        if padded:
+            # By this name transformers knows a criterion after which a sequence is padded.
+            self.eos_token_id = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        # Beams and samples of a prompt stand next to each other.
+        ends = self._ends.repeat_interleave(input_ids.shape[0] // len(self._ends))
+        over = input_ids.shape[1] >= ends
+        if not self._warned and bool(over.any()):
+            self._warned = True
+            warn(
+                f"max_new_tokens: the model has {self._most} positions (max_position_embeddings), and the answer ends with "
+                "them; give a shorter prompt for a longer answer."
+            )
+        return over.to(input_ids.device)

@@ -12,22 +12,30 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.attention import NOTE, ForwardPass, Note
-from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.errors import ModelError
 from mmaccel.core.generate import Deadline
 from mmaccel.core.layout import TokenLayout
-from mmaccel.models.attention import ATTENTION, Columns, KVCache, PackedPass, check_forward, packed_in
+from mmaccel.models.attention import (
+    ATTENTION,
+    Columns,
+    KVCache,
+    MaxLength,
+    PackedPass,
+    check_forward,
+    packed_in,
+)
+from mmaccel.models.compiled import ticket_of
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import by_parts, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import by_name, positions_of
@@ -60,6 +68,7 @@ class Attachment(Attaching):
         self.running = threading.local()
         self.draft_times = draft_times
         self.opened: Any = torch.compiler.disable(owner.opened)
+        _untraced()
         self.pruning: Pruning | None = None
         self.attach(self._lay)
 
@@ -80,6 +89,7 @@ class Attachment(Attaching):
         by_parts(hooks, family, model)
         if recipe.prune is not None:
             self.pruning = Pruning(hooks, model, family, recipe.prune, self.depth)
+            self._pruned: Any = torch.compiler.disable(self.pruning.forward)
         if recipe.draft.pruner is not None:
             hear(hooks, family.layers(model), recipe.draft.pruner)
         in_chunks(hooks, family.pointwise(model), family)
@@ -100,7 +110,12 @@ class Attachment(Attaching):
         return cache
 
     def _multimodal_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The multimodal model's forward: notes the layout of the new columns, and gives positions and cache explicitly."""
+        """The multimodal model's forward: see `_noted`."""
+        return self.multimodal_forward(**self._noted(args, kwargs))
+
+    def _noted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the multimodal model's forward by name: with the layout of the new columns, positions and
+        cache."""
         kwargs = by_name(type(self.multimodal).forward.__get__(self.multimodal), args, kwargs)
         note: Note = kwargs.pop(NOTE, None) or Note()
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
@@ -117,7 +132,7 @@ class Attachment(Attaching):
             elif kwargs.get("position_ids") is None and known is not None:
                 kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
             note = replace(note, layout=layout)
-        return self.multimodal_forward(**kwargs, **{NOTE: note})
+        return {**kwargs, NOTE: note}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a forward pass keeps a cache: as `use_cache` says, else as the model's config says."""
@@ -199,6 +214,18 @@ class Attachment(Attaching):
 
     def _text_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The text model's forward: builds the pass, and goes over long prompts in chunks when the recipe says so."""
+        run, kwargs, lent = self._begun(args, kwargs)
+        if isinstance(run, PackedPass):
+            return self._pass(run, kwargs)
+        out = self._go(run, kwargs) if self.pruning is None else self._pruned(run, kwargs, self._go)
+        if lent:
+            out.past_key_values = None
+        return out
+
+    def _begun(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ForwardPass | PackedPass, dict[str, Any], bool]:
+        """The pass of a call of the text model, its arguments by name, and whether its memory is not to be returned."""
         kwargs = by_name(self.forward, args, kwargs)
         recipe, mask = self.owner.recipe, kwargs.pop("attention_mask", None)
         if getattr(self.text.config, "_attn_implementation", None) != ATTENTION:
@@ -257,11 +284,8 @@ class Attachment(Attaching):
         if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
             self.owner.attention.meter.enter(int(new.valid.sum()), start)
         if packed is not None:
-            return self._pass(PackedPass.of(run, packed), kwargs)
-        out = self._go(run, kwargs) if self.pruning is None else self.pruning.forward(run, kwargs, self._go)
-        if lent and not self._caches(kwargs):
-            out.past_key_values = None
-        return out
+            return PackedPass.of(run, packed), kwargs, False
+        return run, kwargs, lent and not self._caches(kwargs)
 
     def _own(self, cache: Any, kwargs: dict[str, Any], new: TokenLayout, packed: Tensor | None) -> KVCache:
         """A memory that forgets decides what is seen: it takes in every pass, and only its own cache will do. So too for one
@@ -294,9 +318,23 @@ class Attachment(Attaching):
         return positions.amax(1, keepdim=True).to(end.device) + 1 - end
 
     def _pass(self, run: ForwardPass | PackedPass, kwargs: dict[str, Any]) -> Any:
-        cache = kwargs.get("past_key_values")
-        with cache.at_work() if isinstance(cache, KVCache) else nullcontext():
+        fed = self._fed(run, kwargs)
+        try:
             return self.forward(attention_mask={"full_attention": run, "sliding_attention": run}, **kwargs)
+        finally:
+            self._left(fed)
+
+    def _fed(self, run: ForwardPass | PackedPass, kwargs: dict[str, Any]) -> KVCache | None:
+        """The memory of a pass, if it is ours, whose layers may be fed until `_left`."""
+        cache, ticket = kwargs.get("past_key_values"), ticket_of(run)
+        if not isinstance(cache, KVCache):
+            return None
+        cache.door.open, cache.door.ticket = True, ticket
+        return cache
+
+    def _left(self, cache: KVCache | None) -> None:
+        if cache is not None:
+            cache.door.open, cache.door.ticket = False, None
 
     def _go(self, run: ForwardPass, kwargs: dict[str, Any]) -> Any:
         """Run the text model over the new columns of `run`, in chunks where they are many."""
@@ -310,13 +348,7 @@ class Attachment(Attaching):
             run = replace(run, state=kwargs["past_key_values"].state)
         outputs = []
         for begin in range(0, count, chunk):
-            self.time_left()
-            end = min(begin + chunk, count)
-            part = dict(kwargs)
-            for name, axis in (("inputs_embeds", 1), ("input_ids", 1), ("position_ids", -1)):
-                if part.get(name) is not None:
-                    part[name] = part[name].narrow(axis, begin, end - begin)
-            outputs.append(self._pass(run.part(begin, end), part))
+            outputs.append(self._pass(*self._piece(run, kwargs, begin, min(begin + chunk, count))))
         whole = outputs[-1]
         whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
         if whole.get("hidden_states") is not None:
@@ -327,6 +359,17 @@ class Attachment(Attaching):
             whole.past_key_values = None
         return whole
 
+    def _piece(
+        self, run: ForwardPass, kwargs: dict[str, Any], begin: int, end: int
+    ) -> tuple[ForwardPass, dict[str, Any]]:
+        """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `Ended` where the time is up."""
+        self.time_left()
+        part = dict(kwargs)
+        for name, axis in (("inputs_embeds", 1), ("input_ids", 1), ("position_ids", -1)):
+            if part.get(name) is not None:
+                part[name] = part[name].narrow(axis, begin, end - begin)
+        return run.part(begin, end), part
+
     def time_left(self) -> float | None:
         """Seconds left of the `generate` of this thread, None without a limit; raises `Ended` when they are used up."""
         deadline: Deadline | None = getattr(self.running, "deadline", None)
@@ -336,27 +379,14 @@ class Attachment(Attaching):
         return deadline.left()
 
 
-class MaxLength(StoppingCriteria):
-    """Ends each sequence [B] at `ends` [B] columns, where its positions are used up, and says so once.
+@functools.cache
+def _untraced() -> None:
+    """Keep torch.compile out of our own frames: it goes on in the plain methods that they call, so that a pass of the text
+    model is one graph."""
+    from torch._dynamo.decorators import skip  # here, for it loads the compiler, and Triton with it
 
-    padded  whether there is a token to go on with after it: without one, and without an end-of-text token, transformers lets
-            a sequence of a batch run on beside the others
-    """
-
-    def __init__(self, ends: Tensor, most: int, padded: bool) -> None:
-        self._ends, self._most, self._warned = ends, most, False
-        if padded:
-            # By this name transformers knows a criterion after which a sequence is padded.
-            self.eos_token_id = None
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        # Beams and samples of a prompt stand next to each other.
-        ends = self._ends.repeat_interleave(input_ids.shape[0] // len(self._ends))
-        over = input_ids.shape[1] >= ends
-        if not self._warned and bool(over.any()):
-            self._warned = True
-            warn(
-                f"max_new_tokens: the model has {self._most} positions (max_position_embeddings), and the answer ends with "
-                "them; give a shorter prompt for a longer answer."
-            )
-        return over.to(input_ids.device)
+    skip(Attaching._call)
+    for name in ("_multimodal_forward", "_text_forward", "_go", "_pass"):
+        skip(vars(Attachment)[name])
+    for name in ("_noted", "_begun", "_piece", "_fed", "_left"):
+        setattr(Attachment, name, torch.compiler.disable(vars(Attachment)[name]))

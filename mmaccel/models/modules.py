@@ -32,8 +32,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from itertools import pairwise
 from types import FunctionType
 from typing import Any
 from weakref import WeakSet
@@ -41,12 +39,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmaccel.backends.ops import pointwise
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.prompt_layout import by_name
+from mmaccel.models.windows import by_length
 
 ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
@@ -64,14 +62,8 @@ METHODS = {IMAGE: "get_image_features", VIDEO: "get_video_features"}
 WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "position_ids", "window_index")
 """What a caller may have computed of all patches; with or without the modality in front."""
 
-WINDOWS = "mmaccel_flash_windows"
-"""The name of `attention` among transformers' attention functions."""
-
 _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
-
-_KNOWN: Any = WeakTensorKeyDictionary()
-"""The batches of lengths seen: all layers of a call of the tower are given the same tensor, which goes with the call."""
 
 
 def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
@@ -113,9 +105,13 @@ def rotate_by(
         names = {**known.__globals__, name: functools.partial(turned or _turned, known.__globals__[name])}
         ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
         ours.__kwdefaults__ = known.__kwdefaults__
-        # What is compiled around it goes by the names of the module, which ours has a copy of.
-        wrapper = functools.partial(torch.compiler.disable(ours), module)
+        wrapper = functools.partial(_unless_compiled, ours, known, module)
         hooks.put(module, "forward", functools.wraps(module.forward)(wrapper))
+
+
+def _unless_compiled(ours: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A compiler goes by the names of the module, which ours has a copy of; what it makes of theirs is few kernels too."""
+    return (plain if torch.compiler.is_compiling() else ours)(*args, **kwargs)
 
 
 def _turned(
@@ -232,90 +228,6 @@ def _joined(
     others = {name: x for name, x in given.items() if name != pixels}
     joined = family.encoded(model, kind, given[pixels], others, PATCHES, features)
     return made[0](pooler_output=joined)
-
-
-def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:
-    """Let the windows of one length go through the model's vision tower in one call.
-
-    A tower without windows, with an attention of the user's choice, or that does so already is left as it is.
-    """
-    tower: Any = family.windowed(model)
-    if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
-        return
-    _register()
-    # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
-    hooks.attention(tower.modules(), tower.config, WINDOWS)
-
-
-@functools.cache
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    # Here, not where it is written: what compiles is imported by that, when a model is there.
-    AttentionInterface.register(WINDOWS, torch.compiler.disable(attention))
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Windows put together by length.
-
-    shapes  (windows, rows of each) of each batch
-    order   [rows] long: the rows in the order of the batches; None where that is the order they have
-    back    [rows] long: where each row lies among the batches
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    order: Tensor | None = None
-    back: Tensor | None = None
-
-    @classmethod
-    def of(cls, ends: list[int], device: torch.device) -> Batches:
-        """Of windows that begin and end at `ends`, one after the other; those of no rows are left out."""
-        begins: dict[int, list[int]] = {}
-        for begin, end in pairwise(ends):
-            if end > begin:
-                begins.setdefault(end - begin, []).append(begin)
-        shapes = tuple((len(some), length) for length, some in begins.items())
-        order = torch.cat(
-            [(torch.tensor(some)[:, None] + torch.arange(n)).flatten() for n, some in begins.items()]
-        )
-        if torch.equal(order, torch.arange(len(order))):
-            return cls(shapes)
-        return cls(shapes, order.to(device), order.argsort().to(device))
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """[1, rows, H, D] of query, key and value [1, H, rows, D]: each row sees its window, which `cu_seq_lens_q` bounds."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if cu_seq_lens_q is None:
-        return sdpa(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
-        kwargs.pop(name, None)
-    batches: Batches | None = _KNOWN.get(cu_seq_lens_q)
-    if batches is None:
-        batches = _KNOWN[cu_seq_lens_q] = Batches.of(cu_seq_lens_q.tolist(), query.device)
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    if batches.order is not None:
-        rows = [x.index_select(0, batches.order.to(x.device)) for x in rows]
-    sizes = [count * length for count, length in batches.shapes]
-    attended = []
-    for shape, *batch in zip(batches.shapes, *(x.split(sizes) for x in rows), strict=True):
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in batch)
-        attended.append(sdpa(module, q, k, v, attention_mask, **kwargs)[0].flatten(0, 1))
-    out = attended[0] if len(attended) == 1 else torch.cat(attended)
-    if batches.back is not None:
-        out = out.index_select(0, batches.back.to(out.device))
-    return out[None], None
 
 
 def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import mmaccel
-from mmaccel.models import modules
-from mmaccel.models.modules import WINDOWS, Batches, in_batches
+from mmaccel.models import windows
+from mmaccel.models.modules import in_batches
+from mmaccel.models.windows import WINDOWS, Batches
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
@@ -129,7 +130,7 @@ def test_lengths_are_read_once_a_call_for_all_layers(monkeypatch: pytest.MonkeyP
             tower(pixels, grid_thw=grid)
             # 5 steps of 3 x 4 windows; 5 steps.
             assert read == [61, 6] * turn
-    assert not len(modules._KNOWN)
+    assert not len(windows._KNOWN)
 
 
 def test_batches_are_by_length_and_rows_come_back() -> None:
@@ -224,7 +225,7 @@ def test_called_for_each_window_it_is_sdpa(calls: list[Any]) -> None:
     model = qwen()
     layer = model.model.visual.blocks[0].attn
     query, key, value = torch.randn(3, 1, 2, 12, 16).unbind()
-    got, _ = modules.attention(layer, query, key, value, None, scaling=0.25, dropout=0.0, is_causal=False)
+    got, _ = windows.attention(layer, query, key, value, None, scaling=0.25, dropout=0.0, is_causal=False)
     want = ((query @ key.mT) * 0.25).softmax(-1) @ value
     torch.testing.assert_close(got, want.transpose(1, 2), rtol=0, atol=1e-5)
     assert calls == [(1, 2, 12, 16)]

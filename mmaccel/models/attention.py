@@ -275,9 +275,6 @@ class KVCache(Cache):
         finally:
             self.door.open, self.door.ticket = False, None
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.state.length()
-
     def crop(self, max_length: int) -> None:
         """Negative: forget that many columns. Positive (older callers): the length to keep."""
         count = int(max_length)
@@ -287,14 +284,13 @@ class KVCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the batch rows `beam_idx` [B']: keys, values and what is known of their columns."""
         self.state.reorder(beam_idx)
-        if self.sequence is not None:
-            layout, delta = self.sequence.layout, self.sequence.delta
-            self.sequence = Columns(layout.pick(beam_idx), delta[beam_idx])
+        if (known := self.sequence) is not None:
+            self.sequence = Columns(known.layout.pick(beam_idx), known.delta[beam_idx])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.sequence is not None:
-            layout = self.sequence.layout
-            self.reorder_cache(torch.arange(layout.batch, device=layout.device).repeat_interleave(repeats))
+        if (known := self.sequence) is not None:
+            rows = torch.arange(known.layout.batch, device=known.layout.device)
+            self.reorder_cache(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)

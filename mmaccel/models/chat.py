@@ -107,12 +107,13 @@ def _conversation(content: Any, images: Any, videos: Any) -> Conversation:
     shown: dict[str, list[Any]] = {"image": [], "video": []}
     bare = []
     for message in content:
-        inside = message.get("content")
-        if not isinstance(inside, str) and not _listed(inside):
+        pieces = message.get("content")
+        if isinstance(pieces, str):
+            pieces = [{"type": "text", "text": pieces}]
+        if not _listed(pieces):
             raise ModelError(
-                f"content: a message holds {errors.shown(inside)}; give it a text or pieces as 'content'."
+                f"content: a message holds {errors.shown(pieces)}; give it a text or pieces as 'content'."
             )
-        pieces = [{"type": "text", "text": inside}] if isinstance(inside, str) else inside
         bare.append({**message, "content": [_without(piece, shown) for piece in pieces]})
     return bare, shown["image"], shown["video"]
 
@@ -241,24 +242,9 @@ def _check(template: str) -> None:
     import jinja2
     import jinja2.ext
 
-    if len(template) > outside.TEXT_BYTES:
-        raise ModelError(f"chat template: it has more than {outside.TEXT_BYTES} characters.")
-    tree = jinja2.Environment(extensions=[_generation(), jinja2.ext.loopcontrols]).parse(template)
-    for number in tree.find_all(jinja2.nodes.Const):
-        if isinstance(number.value, int | float) and not -NUMBER <= number.value <= NUMBER:
-            raise ModelError(f"chat template: line {number.lineno} has a number above {NUMBER}.")
-    if power := tree.find(jinja2.nodes.Pow):
-        raise ModelError(
-            f"chat template: line {power.lineno} has a power (**), whose result can have any size."
-        )
-
-
-@functools.cache
-def _generation() -> Any:
-    """Parses, without running it, the block that transformers adds to jinja2."""
-    import jinja2.ext
-
     class Generation(jinja2.ext.Extension):
+        """Parses, without running it, the block that transformers adds to jinja2."""
+
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
@@ -266,7 +252,16 @@ def _generation() -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.Scope(body, lineno=line)
 
-    return Generation
+    if len(template) > outside.TEXT_BYTES:
+        raise ModelError(f"chat template: it has more than {outside.TEXT_BYTES} characters.")
+    tree = jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols]).parse(template)
+    for number in tree.find_all(jinja2.nodes.Const):
+        if isinstance(number.value, int | float) and not -NUMBER <= number.value <= NUMBER:
+            raise ModelError(f"chat template: line {number.lineno} has a number above {NUMBER}.")
+    if power := tree.find(jinja2.nodes.Pow):
+        raise ModelError(
+            f"chat template: line {power.lineno} has a power (**), whose result can have any size."
+        )
 
 
 @contextmanager

@@ -22,9 +22,7 @@ from mmaccel.core.kv import KVState
 from mmaccel.core.replay import Replays
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models import pipeline_parallel, step
-from mmaccel.models.pipeline_parallel import MoveInputs
-from mmaccel.models.pruning import Entering
-from mmaccel.models.signals import Ear
+from mmaccel.models.install import PromptHook
 from mmaccel.models.step import LayerStep, Rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -61,11 +59,10 @@ def admits(model: nn.Module, family: Any, cache: Any) -> bool:
     return (
         type(head) is nn.Linear
         and len({p.device for end in ends for p in end.parameters()}) == 1
-        and all(isinstance(hook, Ear) for module in inner for hook in module._forward_hooks.values())
         and all(
-            isinstance(hook, MoveInputs | Ear | Entering)
+            isinstance(hook, PromptHook)
             for module in inner
-            for hook in module._forward_pre_hooks.values()
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         )
     )
 
@@ -84,9 +81,13 @@ class Held:
     bias: Tensor | None = None
 
 
+@dataclass(eq=False)
 class Part:
     """Layers on one device over new rows of a sequence, as one function of tensors of fixed shapes.
 
+    number   which part of the model it is
+    replays  the captures of all parts on its device
+    line     [1, WINDOW] long, the numbers from 0, on its device
     layers   one after the other; a model on one device has all of them in one part
     buffers  keys and values [B, G, capacity, D] of each layer, which are written to
     held     how each layer holds the sequence
@@ -95,20 +96,15 @@ class Part:
     looks    where the last layer copies the queries [B, H, 1, D] of the first row to; None: nowhere
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        layers: Sequence[Any],
-        buffers: Buffers,
-        held: Sequence[Held],
-        words: Any = None,
-        ends: tuple[Any, Any] | None = None,
-        looks: Tensor | None = None,
-    ) -> None:
-        self.device, self.buffers, self.held, self.looks = device, buffers, list(held), looks
-        self.words, self.ends = words, ends
-        self.layers: list[LayerStep] = step.layer_steps(layers, None if ends is None else ends[0])
-        self.line = torch.arange(WINDOW, device=device)[None]
+    number: int
+    replays: Replays
+    line: Tensor
+    layers: list[LayerStep]
+    buffers: Buffers
+    held: list[Held]
+    words: Any
+    ends: tuple[Any, Any] | None
+    looks: Tensor | None
 
     def __call__(self, given: Tensor, columns: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
         """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
@@ -130,6 +126,27 @@ class Part:
             return x.rows
         return step.project(x, self.ends[0], step.weights(self.ends[1])).view(*columns.shape, -1)
 
+    def run(self, given: Tensor, held: int, count: int, width: int, branches: Branches | None) -> Tensor:
+        """What it makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits [1, width, V]
+        or hidden states, in a tensor that the next call writes over."""
+        room, tree, sees = self.replays.room, branches is not None, None
+        shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
+        place, start = room("given", shape, given.dtype), room("start", (1, 1), torch.long)
+        # From another device: its stream is waited for, and the host is not.
+        (place[:, :count] if given.dtype == torch.long else place).copy_(given)
+        start.fill_(held)
+        depth = room("depth", (1, width), torch.long)
+        if branches is not None:
+            sees = room("sees", (width,), torch.long)
+            depth[0, :count] = branches.depth.to(depth.device) - (branches.sees.shape[1] - count)
+            sees.copy_(_words(branches, width))
+
+        def work() -> tuple[Tensor, ...]:
+            columns = start + self.line[:, :width]
+            return (self(place, columns, start + depth if tree else columns, sees),)
+
+        return self.replays((self.number, width, tree), work, lasting=False)[0]
+
 
 class SequenceSteps:
     """The steps of one sequence, captured where there is a device: a graph for each number of rows, at every length.
@@ -145,7 +162,6 @@ class SequenceSteps:
         self.parts: list[Part] = []
         self._buffers: Buffers = []
         self._laid: Any = None
-        self._replays: dict[torch.device, Replays] = {}
 
     def width(self, count: int, branches: Branches | None) -> int | None:
         """How many rows a step of `count` is padded to; None for more rows than are captured, and for trees that do not fit
@@ -160,43 +176,13 @@ class SequenceSteps:
         """Logits [1, n, V] of `ids` [1, n] after the columns of `state`, which are `delta` behind their positions."""
         held, count = state.length(), ids.shape[1]
         out = ids
-        for number, part in enumerate(self.lay(state, delta, width)):
-            out = self._run(number, part, out, held, count, width, branches)
+        for part in self.lay(state, delta, width):
+            out = part.run(out, held, count, width, branches)
             if part.looks is not None:
                 assert isinstance(state, ThinnedState)
                 self._look(state, part, part.looks, held, count)
         state.wrote(count)
         return out[:, :count].clone()
-
-    def _run(
-        self,
-        number: int,
-        part: Part,
-        given: Tensor,
-        held: int,
-        count: int,
-        width: int,
-        branches: Branches | None,
-    ) -> Tensor:
-        """What `part` makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits
-        [1, width, V] or hidden states, in a tensor that the next call writes over."""
-        replays, tree = self._replays[part.device], branches is not None
-        shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
-        place, start = replays.room("given", shape, given.dtype), replays.room("start", (1, 1), torch.long)
-        # From another device: its stream is waited for, and the host is not.
-        (place[:, :count] if given.dtype == torch.long else place).copy_(given)
-        start.fill_(held)
-        depth, sees = replays.room("depth", (1, width), torch.long), None
-        if branches is not None:
-            sees = replays.room("sees", (width,), torch.long)
-            depth[0, :count] = branches.depth.to(part.device) - (branches.sees.shape[1] - count)
-            sees.copy_(_words(branches, width))
-
-        def work() -> tuple[Tensor, ...]:
-            columns = start + part.line[:, :width]
-            return (part(place, columns, start + depth if tree else columns, sees),)
-
-        return replays((number, width, tree), work, lasting=False)[0]
 
     def lay(self, state: KVState, delta: int, room: int) -> list[Part]:
         """The parts, device after device, over buffers with room for `room` more columns; captures do not outlive the
@@ -206,7 +192,7 @@ class SequenceSteps:
         same = self.parts and all(a[0] is b[0] for a, b in zip(buffers, self._buffers, strict=True))
         if same and laid == self._laid:
             return self.parts
-        self._laid, self._buffers = laid, list(buffers)
+        self.parts = []
         family, model = self.family, self.model
         words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
         home = words.weight.device
@@ -217,25 +203,19 @@ class SequenceSteps:
             cuts += [(device, numbers[:after])]
             cuts += [(device, numbers[after:])] if after < len(numbers) else []
         # Of all captures on a device none is at work beside another, and what each gives is copied at once.
-        self._replays = {device: Replays(device) for device, _ in cuts}
+        shared = {device: (Replays(device), torch.arange(WINDOW, device=device)[None]) for device, _ in cuts}
         layers: list[Any] = list(family.layers(model))
         held = self._holds(state, delta, buffers, glance, home)
-        sizes = family.geometry(model)
-        self.parts = [
-            Part(
-                device,
-                [layers[number] for number in numbers],
-                [buffers[number] for number in numbers],
-                [held[number] for number in numbers],
-                words if place == 0 else None,
-                (family.text(model).norm, head) if place == len(cuts) - 1 else None,
-                buffers[numbers[-1]][0].new_zeros(1, sizes.heads, 1, sizes.head_dim)
-                if glance in numbers[-1:]
-                else None,
-            )
-            for place, (device, numbers) in enumerate(cuts)
-        ]
-        return self.parts
+        sizes, parts = family.geometry(model), list[Part]()
+        for number, (device, some) in enumerate(cuts):
+            ends = (family.text(model).norm, head) if number == len(cuts) - 1 else None
+            steps = step.layer_steps([layers[n] for n in some], None if ends is None else ends[0])
+            own, holds = [buffers[n] for n in some], [held[n] for n in some]
+            looks = own[-1][0].new_zeros(1, sizes.heads, 1, sizes.head_dim) if glance in some[-1:] else None
+            first = words if number == 0 else None
+            parts.append(Part(number, *shared[device], steps, own, holds, first, ends, looks))
+        self.parts, self._laid, self._buffers = parts, laid, list(buffers)
+        return parts
 
     def _holds(
         self, state: KVState, delta: int, buffers: Buffers, glance: int | None, home: torch.device
@@ -263,11 +243,12 @@ class SequenceSteps:
         """Between the layer at which a pruner glances and the next one: what a token sees of the video from there on."""
         key = part.buffers[-1][0][:, :, : held + 1 - part.held[-1].lacks]
         shown = state.recall(looks, key) if count == 1 else None
-        for bias in {id(one.bias): one.bias for part in self.parts for one in part.held}.values():
-            if bias is not None:
-                bias.fill_(0.0 if shown is None else -torch.inf)
+        # Layers that hold the sequence alike share one.
+        for one in {id(one): one for part in self.parts for one in part.held}.values():
+            if one.bias is not None:
+                one.bias.fill_(0.0 if shown is None else -torch.inf)
                 if shown is not None:
-                    bias[shown.to(bias.device)] = 0.0
+                    one.bias[shown.to(one.bias.device)] = 0.0
 
 
 def _words(branches: Branches, width: int) -> Tensor:

@@ -17,7 +17,7 @@ from mmaccel.core.errors import DraftError, ModelError, warn
 from mmaccel.core.generate import CarefulDraft, Ended, Speculation, lockstep
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import asked, columns, is_given
+from mmaccel.models.prompt_layout import columns, is_given
 from mmaccel.models.runner import open_runner, unpadded
 from mmaccel.models.signals import Listener
 
@@ -58,7 +58,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         for sequence in begun:
             sequence.end()
     unread = [row["input_ids"] for row, _ in sequences[len(begun) :]]
-    return _outputs(attachment, begun, unread, asked("use_cache", kwargs, attachment.model.generation_config))
+    return _outputs(attachment, begun, unread, attachment.asked("use_cache", kwargs))
 
 
 def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor], keeps: bool | None) -> Any:
@@ -97,10 +97,9 @@ def _sequences(
     attachment: Attachment, kwargs: dict[str, Any]
 ) -> list[tuple[dict[str, Any], torch.Generator | None]]:
     """The arguments of `generate` for each sequence of a batch by itself, and where its random numbers come from."""
-    ids, name = kwargs["input_ids"], attachment.owner.recipe.draft.name
-    default, times = attachment.model.generation_config, 1
-    if asked("do_sample", kwargs, default):  # else transformers says what is wrong with more than one
-        times = asked("num_return_sequences", kwargs, default) or 1
+    ids, name, times = kwargs["input_ids"], attachment.owner.recipe.draft.name, 1
+    if attachment.asked("do_sample", kwargs):  # else transformers says what is wrong with more than one
+        times = attachment.asked("num_return_sequences", kwargs) or 1
     if ids.shape[0] * times == 1:
         return [(kwargs, None)]
     if kwargs.get("streamer") is not None:
@@ -281,12 +280,7 @@ def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, A
     # A padding token within the prompt is a token like others: without a mask transformers would take it for padding.
     kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
     attachment.promise(kwargs)
-    _shorten(attachment, kwargs, count)
-    return kwargs
-
-
-def _shorten(attachment: Attachment, kwargs: dict[str, Any], count: int) -> None:
-    """Lengths that count the prompt count its padding too: take `count` off those that were given."""
+    # Lengths that count the prompt count its padding too: it is taken off those that were given.
     config: Any = kwargs.get("generation_config")
     held = config if config is not None else attachment.model.generation_config
     for name in ("max_length", "min_length"):
@@ -298,6 +292,7 @@ def _shorten(attachment: Attachment, kwargs: dict[str, Any], count: int) -> None
         else:
             kwargs["generation_config"] = config = held = copy.deepcopy(held)
             setattr(config, name, value - count)
+    return kwargs
 
 
 def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:

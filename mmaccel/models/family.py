@@ -71,7 +71,7 @@ class Family(ModelFamily):
         from mmaccel.models.generate import DraftTimes, generate
         from mmaccel.models.hf import Attachment
 
-        return Attachment(model, self, owner, generate, DraftTimes()).remove
+        return Attachment(owner, generate, DraftTimes()).remove
 
     def runner(self, model: nn.Module, state: KVState | None = None) -> Runner:
         from mmaccel.models.runner import HFRunner

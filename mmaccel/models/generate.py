@@ -15,12 +15,11 @@ from torch import Tensor
 
 from mmaccel.core.errors import DraftError, ModelError, warn
 from mmaccel.core.generate import Deadline, Ended
-from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import asked, by_name, columns
+from mmaccel.models.prompt_layout import by_name, columns
 
 MARGIN = 1.1
 """How many times faster than plain steps of the batch a draft must be: with one each sequence takes its own target steps,
@@ -35,11 +34,8 @@ NEUTRAL: dict[str, Any] = {
     "num_return_sequences": 1,
     "guidance_scale": 1.0,
     "use_cache": True,
-    "output_scores": False,
-    "output_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "use_mtp": False,
+    **dict.fromkeys(("output_scores", "output_logits", "output_attentions"), False),
+    **dict.fromkeys(("output_hidden_states", "use_mtp"), False),
 }
 """The value of an argument that, like None, changes nothing."""
 
@@ -75,8 +71,9 @@ OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache"
 """Arguments of `generate` that ask for more than the loop without a draft gives, beside those of `DRAFT`."""
 
 
-def wants(name: str, value: Any) -> bool:
-    """Whether argument `name` with `value` changes anything."""
+def wants(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether what `generate` is asked as argument `name` changes anything."""
+    value = attachment.asked(name, kwargs)
     if isinstance(value, Tensor):
         return True
     if name == "penalty_alpha":
@@ -84,14 +81,15 @@ def wants(name: str, value: Any) -> bool:
     return value is not None and value != NEUTRAL.get(name)
 
 
-def check_generate(recipe: Recipe, kwargs: Mapping[str, Any], default: Any) -> None:
-    """Raise one sentence for an argument of `generate` that `recipe` does not take: `ModelError`, or `DraftError` where its
-    draft does not."""
-    if wants("cache_implementation", asked("cache_implementation", kwargs, default)):
+def check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
+    """Raise one sentence for an argument of `generate` that the recipe does not take: `ModelError`, or `DraftError` where
+    its draft does not."""
+    recipe = attachment.owner.recipe
+    if wants(attachment, "cache_implementation", kwargs):
         raise ModelError(
             "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
         )
-    chunk = asked("prefill_chunk_size", kwargs, default)
+    chunk = attachment.asked("prefill_chunk_size", kwargs)
     if chunk is not None and (type(chunk) is not int or chunk < 1):
         raise ModelError("prefill_chunk_size: it is a number of tokens; give at least 1, or leave it out.")
     if chunk is not None and recipe.prune is not None and recipe.prune.stage == "layer":
@@ -101,7 +99,7 @@ def check_generate(recipe: Recipe, kwargs: Mapping[str, Any], default: Any) -> N
     if not recipe.draft.active:
         return
     for name, sentence in DRAFT.items():
-        if wants(name, asked(name, kwargs, default)):
+        if wants(attachment, name, kwargs):
             raise DraftError(f"{name}: {sentence.format(draft=recipe.draft.name)}")
     if kwargs.get("input_ids") is None and kwargs.get("inputs") is None:
         raise DraftError(f"input_ids: draft {recipe.draft.name!r} reads token ids; give them.")
@@ -113,8 +111,8 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     transformers looks at the time after each token. A prompt in pieces may also end between two pieces: then the result
     has no new token, a warning says so, and the caller's cache is as before.
     """
-    kwargs, default = by_name(attachment.generate, args, kwargs), attachment.model.generation_config
-    seconds = asked("max_time", kwargs, default)
+    kwargs = by_name(attachment.generate, args, kwargs)
+    seconds = attachment.asked("max_time", kwargs)
     if not seconds or seconds < 0:
         return _untimed(attachment, kwargs)
     cache = kwargs.get("past_key_values")
@@ -132,16 +130,15 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
         warn(
             "max_time: the time ran out before the prompt was read, so no token was generated; give more seconds."
         )
-        return _nothing(kwargs, default)
+        return _nothing(attachment, kwargs)
     finally:
         attachment.running.deadline = outer
 
 
 def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     """`generate`, without a deadline of its own."""
-    default = attachment.model.generation_config
-    check_generate(attachment.owner.recipe, kwargs, default)
-    caches = asked("use_cache", kwargs, default) is not False
+    check_generate(attachment, kwargs)
+    caches = attachment.asked("use_cache", kwargs) is not False
     if attachment.pruning is not None and not caches:
         # Without a memory each token would have the prompt pruned anew, by a question that has grown.
         out = _untimed(attachment, {**kwargs, "use_cache": True})
@@ -156,7 +153,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     meter = attachment.owner.attention.meter
     meter.begin(attachment.owner.view.device)
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
-    if chunk := asked("prefill_chunk_size", kwargs, default):
+    if chunk := attachment.asked("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
     if isinstance(ids, Tensor) and (cache is None or not cache.get_seq_length()):
         attachment.promise(kwargs)
@@ -166,11 +163,11 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             from mmaccel.models import drafting
 
             return drafting.generate(attachment, kwargs)
-        if not wants("num_beams", asked("num_beams", kwargs, default)):
+        if not wants(attachment, "num_beams", kwargs):
             kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limited(kwargs))
         if rests:
-            attachment.draft_times.plain(_sequences(kwargs, default), columns(kwargs), meter)
+            attachment.draft_times.plain(_sequences(attachment, kwargs), columns(kwargs), meter)
         return out
     finally:
         # A model may be its own assistant, and be asked while it is at work.
@@ -178,11 +175,11 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         meter.end()
 
 
-def _sequences(kwargs: Mapping[str, Any], default: Any) -> int:
+def _sequences(attachment: Attachment, kwargs: Mapping[str, Any]) -> int:
     """How many sequences a call of `generate` writes."""
     ids = kwargs.get("input_ids")
     prompts = len(ids) if isinstance(ids, Tensor) else 1
-    return prompts * (asked("num_return_sequences", kwargs, default) or 1)
+    return prompts * (attachment.asked("num_return_sequences", kwargs) or 1)
 
 
 def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
@@ -191,18 +188,18 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     False where the recipe or the call needs our loop. True for a sampled batch: a measured time must not change which
     tokens are sampled.
     """
-    owner, times, default = attachment.owner, attachment.draft_times, attachment.model.generation_config
-    count, choice = _sequences(kwargs, default), owner.recipe.draft.in_batches
+    owner, times = attachment.owner, attachment.draft_times
+    count, choice = _sequences(attachment, kwargs), owner.recipe.draft.in_batches
     if count == 1 or choice == "always":
         return False
     # A memory that counts columns takes no padding, a pruned target no batch; the rest is refused under a draft.
     ours = not owner.recipe.kv.exact or owner.recipe.prune is not None or kwargs.get("streamer") is not None
     # Plain decoding without a cache reads the prompt anew at each step.
-    if ours or kwargs["past_key_values"].get_seq_length() or asked("use_cache", kwargs, default) is False:
+    if ours or kwargs["past_key_values"].get_seq_length() or attachment.asked("use_cache", kwargs) is False:
         return False
     if choice == "never":
         why: str | None = "in_batches is 'never'"
-    elif asked("do_sample", kwargs, default):
+    elif attachment.asked("do_sample", kwargs):
         why = "tokens are sampled, and measured times must not change them"
     else:
         why = times.why_not(count, columns(kwargs))
@@ -224,21 +221,20 @@ def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return False
-    default = attachment.model.generation_config
-    if any(wants(name, asked(name, kwargs, default)) for name in (*DRAFT, *OUTPUTS)):
+    if any(wants(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
         return False
     from mmaccel.models.decode import admits
 
     return admits(attachment.model, attachment.family, cache)
 
 
-def _nothing(kwargs: dict[str, Any], default: Any) -> Any:
+def _nothing(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     """The result of a `generate` without a new token."""
     ids: Tensor = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs"]
-    ids = ids.repeat_interleave(asked("num_return_sequences", kwargs, default) or 1, 0)
+    ids = ids.repeat_interleave(attachment.asked("num_return_sequences", kwargs) or 1, 0)
     if (streamer := kwargs.get("streamer")) is not None:
         streamer.end()
-    if not asked("return_dict_in_generate", kwargs, default):
+    if not attachment.asked("return_dict_in_generate", kwargs):
         return ids
     from transformers.generation import GenerateDecoderOnlyOutput
 

@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
@@ -51,18 +51,13 @@ class Attachment(Attaching):
                the `deadline`
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        family: Any,
-        owner: Accelerated,
-        generate: Callable[..., Any],
-        draft_times: Any,
-    ) -> None:
+    def __init__(self, owner: Accelerated, generate: Callable[..., Any], draft_times: Any) -> None:
         """`generate` is given this and the arguments of the model's own; `draft_times` are its `DraftTimes`."""
+        model, family = owner.model, owner.adapter
         self.multimodal, self.text = family.multimodal(model), family.text(model)
         super().__init__(model, gate_of(self.text))
-        self.family, self.owner, self._generate = family, owner, generate
+        self.family: Any = family
+        self.owner, self._generate = owner, generate
         self.depth = owner.view.geometry.layers
         self.sequences: WeakKeyDictionary[Cache, Columns] = WeakKeyDictionary()
         self.running = threading.local()
@@ -143,6 +138,13 @@ class Attachment(Attaching):
         if isinstance(cache, KVCache):
             return cache.sequence
         return self.sequences.get(cache) if cache is not None else None
+
+    def asked(self, name: str, kwargs: Mapping[str, Any]) -> Any:
+        """What `generate` is asked as argument `name`, by `kwargs`, their generation config or the model's; or None."""
+        if name in kwargs:
+            return kwargs[name]
+        given = getattr(kwargs.get("generation_config"), name, None)
+        return given if given is not None else getattr(self.model.generation_config, name, None)
 
     def promise(self, inputs: Mapping[str, Any]) -> None:
         """Read the layout of a prompt that `generate` is about to run, while its grids are there."""

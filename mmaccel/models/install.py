@@ -97,6 +97,10 @@ class Hooks(ExitStack):
         module.register_forward_hook(hook, with_kwargs=with_kwargs)
 
 
+class PromptHook:
+    """A forward hook of ours on a module that captured steps do without: it serves prompts, or a step does what it does."""
+
+
 def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: dict[int, bool]) -> None:
     """Remove `hook` from a module's `hooks`, also where an error came before its handle was returned."""
     for key, one in list(hooks.items()):
@@ -269,19 +273,17 @@ class Gate:
         found: _Calls = {}
         unsure = False
         for thread, frame in stacks().items():
-            if thread == threading.get_ident() or self._stays(thread, frame):
+            attaching = self._waiting.get(thread)
+            # Whether it waits to enter, and goes on waiting if it is woken now.
+            waits = thread in self._waiting and not (attaching and attaching.over)
+            waits = waits and thread not in self._let_in and not _call_of(frame, self._ends, {"generate"})
+            if thread == threading.get_ident() or waits:
                 continue
             if call := _call_of(frame, self._ends):
                 found[call] = thread
             # A frame that has returned meanwhile no longer knows who called it: then the look says nothing.
             unsure |= stacks().get(thread) is not frame
         return found, unsure
-
-    def _stays(self, thread: int, frame: FrameType) -> bool:
-        """Whether a thread waits to enter, and goes on waiting if it is woken now."""
-        attaching = self._waiting.get(thread)
-        waits = thread in self._waiting and not (attaching and attaching.over)
-        return waits and thread not in self._let_in and not _call_of(frame, self._ends, {"generate"})
 
     def forked(self) -> None:
         """In a forked process only the thread that forked goes on: nobody else is inside, waits, or holds a lock."""

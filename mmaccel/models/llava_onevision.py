@@ -169,24 +169,23 @@ class LlavaOnevision(Family):
         pooled = math.ceil(side / 2)
         pixels = inputs.get("pixel_values_videos")
         encoded = (inputs.get("mm_encoder_outputs") or {}).get("video")
-        videos = []
+        count = frames = 0
         if pixels is not None:
-            videos = [Grid(pixels.shape[1], pooled, pooled, marks=1)] * pixels.shape[0]
+            count, frames = pixels.shape[:2]
         elif encoded is not None:
             count, tokens = encoded.pooler_output.shape[:2]
-            videos = [Grid((tokens - 1) // pooled**2, pooled, pooled, marks=1)] * count
+            frames = (tokens - 1) // pooled**2
+        videos = [Grid(frames, pooled, pooled, marks=1)] * count
         images: list[Grid] = []
         for row in inputs["input_ids"].tolist() if IMAGE in self.shown(inputs) else ():
             for token, group in groupby(row):
                 if token == config.image_token_id:
                     marks = len(list(group)) - side * side
-                    tiles = self._tiles(config, side, inputs, len(images), marks)
+                    tiles = self._tiles(config, inputs, len(images), marks)
                     images.append(Grid(1, side, side, marks, tiles))
         return images, videos
 
-    def _tiles(
-        self, config: Any, side: int, inputs: Inputs, number: int, marks: int
-    ) -> tuple[int, int] | None:
+    def _tiles(self, config: Any, inputs: Inputs, number: int, marks: int) -> tuple[int, int] | None:
         """Rows and columns of what the finer tiles of image `number` make together, `marks` tokens with the rows' ends; None
         where it has none, or where its size is not told."""
         from transformers.models.llava_onevision import modeling_llava_onevision as theirs
@@ -194,10 +193,9 @@ class LlavaOnevision(Family):
         sizes = inputs.get("image_sizes")
         if sizes is None or number >= len(sizes) or marks <= 1:
             return None
-        size = [int(x) for x in sizes[number]]
-        tiles = theirs.get_anyres_image_grid_shape(
-            size, config.image_grid_pinpoints, config.vision_config.image_size
-        )
+        size, tile = [int(x) for x in sizes[number]], config.vision_config.image_size
+        side = tile // config.vision_config.patch_size
+        tiles = theirs.get_anyres_image_grid_shape(size, config.image_grid_pinpoints, tile)
         whole = torch.empty(1, *(count * side for count in tiles), device="meta")
         rows, columns = theirs.unpad_image(whole, size).shape[1:]
         aspect = inputs.get("vision_aspect_ratio") or config.vision_aspect_ratio
@@ -249,11 +247,7 @@ class LlavaOnevision(Family):
         return whole
 
     def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
-        names = (
-            ("pixel_values", "image_sizes")
-            if kind == IMAGE
-            else ("pixel_values_videos", "image_sizes_videos")
-        )
+        names = PIXELS[kind], "image_sizes" if kind == IMAGE else "image_sizes_videos"
         found = {name: [1] * len(inputs[name]) for name in names if inputs.get(name) is not None}
         if kind == IMAGE and inputs.get("batch_num_images") is not None:
             # One number for several images of a prompt: the first of them takes it.

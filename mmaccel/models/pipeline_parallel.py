@@ -8,7 +8,7 @@ it, and what all layers are given beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,30 +17,30 @@ from torch import Tensor, nn
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.attention import ForwardPass
 from mmaccel.core.errors import ModelError
-from mmaccel.models.install import Hooks
+from mmaccel.models.install import Hooks, PromptHook
 
 
-class MoveInputs:
+@dataclass(eq=False)
+class MoveInputs(PromptHook):
     """A pre-hook of a module: its arguments come to `device`; named ones, which all layers are given, once for all there.
 
     memo  for each device and argument what came last, and the same moved; shared by all layers of a model
     ends  whether no layer comes after this module: nothing is kept then
     """
 
-    def __init__(
-        self, device: torch.device, memo: dict[tuple[torch.device, str], tuple[Any, Any]], ends: bool
-    ) -> None:
-        self.device, self._memo, self._ends = device, memo, ends
+    device: torch.device
+    memo: dict[tuple[torch.device, str], tuple[Any, Any]]
+    ends: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positional, named = tuple(self._moved(x) for x in args), {}
         for name, x in kwargs.items():
-            source, named[name] = self._memo.get((self.device, name), (None, None))
+            source, named[name] = self.memo.get((self.device, name), (None, None))
             if source is not x or x is None:
                 named[name] = self._moved(x)
-                self._memo[self.device, name] = x, named[name]
-        if self._ends:
-            self._memo.clear()
+                self.memo[self.device, name] = x, named[name]
+        if self.ends:
+            self.memo.clear()
         return positional, named
 
     def _moved(self, x: Any) -> Any:

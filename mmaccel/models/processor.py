@@ -62,10 +62,8 @@ class Processor:
             .updated(_cuts_of(vision))
             .updated(video if video is not None else image or {})
         )
-        self.extra = {
-            **_extra_of(config, vision),
-            **{k: v for k, v in (extra or {}).items() if v is not None},
-        }
+        given = {name: value for name, value in (extra or {}).items() if value is not None}
+        self.extra = {**_extra_of(config, vision), **given}
         self.special_tokens = special_tokens
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self.image_token, self.image_token_id = self._token("image", config)
@@ -290,11 +288,9 @@ class Processor:
             torch.tensor(ids_of(self.tokenizer, text, add_special_tokens=special), dtype=torch.long)
             for text in texts
         ]
-        for place, row in enumerate(rows):
-            if not len(row):
-                raise ModelError(
-                    f"text: number {place + 1} of {len(rows)} is empty; write a word, or leave it out."
-                )
+        empty = next((number for number, row in enumerate(rows, 1) if not len(row)), None)
+        if empty is not None:
+            raise ModelError(f"text: number {empty} of {len(rows)} is empty; write a word, or leave it out.")
         for kind, token, number in (
             ("image", self.image_token, self.image_token_id),
             ("video", self.video_token, self.video_token_id),
@@ -351,11 +347,8 @@ def _cuts_of(vision: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says of the patches, where the vision tower cuts frames into them."""
     if "spatial_merge_size" not in vision:
         return {}
-    return {
-        "patch_size": vision.get("patch_size"),
-        "temporal_patch_size": vision.get("temporal_patch_size"),
-        "merge_size": vision["spatial_merge_size"],
-    }
+    sizes = {name: vision.get(name) for name in ("patch_size", "temporal_patch_size")}
+    return {**sizes, "merge_size": vision["spatial_merge_size"]}
 
 
 def _extra_of(config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:

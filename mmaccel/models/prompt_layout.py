@@ -86,14 +86,6 @@ def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return {**given, **kwargs}
 
 
-def asked(name: str, kwargs: Mapping[str, Any], default: Any) -> Any:
-    """What `generate` is asked as argument `name`, or None; `default` is the model's generation config."""
-    if name in kwargs:
-        return kwargs[name]
-    given = getattr(kwargs.get("generation_config"), name, None)
-    return given if given is not None else getattr(default, name, None)
-
-
 def columns(kwargs: Mapping[str, Any]) -> int:
     """The length of the prompts of a call of `generate`, with their padding."""
     ids = kwargs.get("input_ids")
@@ -126,9 +118,7 @@ def cells(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Te
         while begin < len(kinds):
             kind = kinds[begin]
             if kind == TEXT:
-                stop = begin + 1
-                while stop < len(kinds) and kinds[stop] == TEXT:
-                    stop += 1
+                stop = next((n for n in range(begin, len(kinds)) if kinds[n] != TEXT), len(kinds))
             else:
                 grid = next(queue[kind], None)
                 if grid is None or kinds[begin : begin + grid.tokens].count(kind) != grid.tokens:
@@ -160,11 +150,7 @@ def cells(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Te
 
 
 def question_columns(
-    ids: Sequence[int],
-    at: Sequence[int],
-    visual: Sequence[int],
-    ends: Collection[int],
-    marks: Collection[int],
+    ids: list[int], at: list[int], visual: list[int], ends: Collection[int], marks: Collection[int]
 ) -> list[int]:
     """The columns of the question, where a message has words before its last image or video; [] where it has none, or where
     the markup is not known.
@@ -208,13 +194,10 @@ def question_mask(model: nn.Module, ids: Tensor, modality: Tensor) -> Tensor:
     marks = {n for name in names for n in token_ids(getattr(config, name, None))}
     found = torch.zeros_like(modality, dtype=torch.bool)
     for row, kinds, out in zip(ids, modality, found, strict=True):
-        text = (kinds == TEXT).nonzero()[:, 0]
-        visual = (kinds != TEXT).nonzero()[:, 0]
+        text, visual = (kinds == TEXT).nonzero()[:, 0], (kinds != TEXT).nonzero()[:, 0]
         # Of each run of neighbours the first and the last.
-        apart = visual.diff() > 1
-        ends_here = torch.cat([apart, apart.new_ones(min(1, len(visual)))])
-        begins = torch.cat([apart.new_ones(min(1, len(visual))), apart])
-        edges = visual[begins | ends_here]
+        apart, end = visual.diff() > 1, torch.ones_like(visual[:1], dtype=torch.bool)
+        edges = visual[torch.cat([end, apart]) | torch.cat([apart, end])]
         at = question_columns(row[text].tolist(), text.tolist(), edges.tolist(), ends, marks)
         out[torch.tensor(at, dtype=torch.long, device=ids.device)] = True
     return found

@@ -19,31 +19,35 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
-from mmaccel.models.install import Hooks
-from mmaccel.models.signals import VisionProbe, peek, tell_idle
+from mmaccel.models.install import Hooks, PromptHook
+from mmaccel.models.signals import VisionProbe, paid, tell_idle
 
 Go = Callable[[ForwardPass, dict[str, Any]], Any]
 
 
 @dataclass(eq=False)
 class _Work:
-    """One prompt or token on its way: what was caught for the next cut, and what the layers get since the last."""
+    """One prompt or token on its way: what was caught for the next cut, and what the layers get since the last.
+
+    layout  of the columns that the cuts have left so far
+    total   candidates that the prompt had before any cut; 0 for a token
+    """
 
     run: ForwardPass
     state: ThinnedState
-    prompt: bool
     layout: TokenLayout
-    total: int = 0
+    total: int
     hidden: dict[int, Tensor] = field(default_factory=dict)
     attention: dict[int, Tensor] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
 
 
-class Entering:
+@dataclass(eq=False)
+class Entering(PromptHook):
     """A pre-hook of the decoder layer `index`: `enter` is called with what a pass of a pruned sequence gives the layer."""
 
-    def __init__(self, index: int, enter: Callable[..., Any]) -> None:
-        self.index, self.enter = index, enter
+    index: int
+    enter: Callable[..., Any]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = kwargs.get("attention_mask")
@@ -90,12 +94,11 @@ class Pruning:
             total = self.pruner.candidates(run.layout).numel()
             if not total:
                 tell_idle(self.pruner, run.config.meter)
-        work = _Work(run, state, prompt, run.layout, total)
+        work = _Work(run, state, run.layout, total)
         if 0 in self.stages:
-            run, kwargs = self._before(work, run, kwargs)
+            out = go(*self._before(work, prompt, kwargs))
         else:
-            run = replace(run, pruning=work)
-        out = go(run, kwargs)
+            out = go(replace(run, pruning=work), kwargs)
         columns = state.held_by(len(state.kept) - 1, count) if prompt else None
         if columns is not None:
             short = out.last_hidden_state
@@ -104,11 +107,11 @@ class Pruning:
         return out
 
     def _before(
-        self, work: _Work, run: ForwardPass, kwargs: dict[str, Any]
+        self, work: _Work, prompt: bool, kwargs: dict[str, Any]
     ) -> tuple[ForwardPass, dict[str, Any]]:
         """The cut before the language model."""
-        state, kwargs = work.state, dict(kwargs)
-        if work.prompt:
+        run, state, kwargs = work.run, work.state, dict(kwargs)
+        if prompt:
             embeds = kwargs.get("inputs_embeds")
             if embeds is None:
                 embeds = self.model.get_input_embeddings()(kwargs["input_ids"])  # type: ignore[operator]
@@ -122,9 +125,8 @@ class Pruning:
                 kwargs["position_ids"] = kwargs["position_ids"][..., kept.columns]
         if state.kept[0] is None:
             return run, kwargs
-        run = self._thin(run, state, 0)
-        if self.pruner.compact and kwargs.get("position_ids") is not None:
-            old = kwargs["position_ids"]
+        run, old = self._thin(run, state, 0), kwargs.get("position_ids")
+        if self.pruner.compact and old is not None:
             kwargs["position_ids"] = _numbered(run).to(old.device).expand_as(old)
         return run, kwargs
 
@@ -139,9 +141,9 @@ class Pruning:
         def catch(reader: Stage | None) -> None:
             if reader is not None and any(index in group for group in reader.attention):
                 angles, rows = kwargs["position_embeddings"], observers(work.layout)
-                work.attention[index] = peek(self.family, self.model, module, hidden, angles, rows)
+                work.attention[index] = self._peek(module, hidden, angles, rows)
 
-        if work.prompt and work.total:
+        if work.total:
             if any(index in other.hidden for other in self.stages.values()):
                 work.hidden[index] = hidden[0]
             if stage is not None:
@@ -151,6 +153,19 @@ class Pruning:
         elif stage is not None:
             kwargs = self._go_on(index, kwargs, work)
         return (hidden, *args[1:]), kwargs
+
+    def _peek(self, layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], at: Tensor) -> Tensor:
+        """[n, S]: the attention that rows `at` [n] of `hidden` [1, S, E] will pay in decoder `layer`, a mean over heads.
+
+        angles  cosines and sines [1, S, D] of all columns
+        """
+        x, attention, shape = layer.input_layernorm(hidden), layer.self_attn, self.family.geometry(self.model)
+        cos, sin = (angle[:, None] for angle in angles)
+        key = attention.k_proj(x).unflatten(-1, (shape.kv_heads, -1)).transpose(1, 2)
+        query = attention.q_proj(x[:, at]).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+        key = self.family.turn(key, (cos, sin))
+        query = self.family.turn(query, (cos[:, :, at], sin[:, :, at]))
+        return paid(query[0], key[0], at, shape.head_dim**-0.5)
 
     def _between(
         self, index: int, stage: Stage, hidden: Tensor, kwargs: dict[str, Any], work: _Work
@@ -191,11 +206,10 @@ class Pruning:
 
     def _cut(self, work: _Work, stage: Stage, signals: Signals, states: Tensor) -> Kept | None:
         """Ask the pruner, and write down what it keeps; None when that is everything, as it was."""
-        layout = work.layout
-        kept = self.pruner.cut(signals, layout, stage, work.total) if work.total else None
-        if kept is not None:
+        layout, part, kept = work.layout, work.state.part_of(stage.layer), None
+        if work.total:
+            kept = self.pruner.cut(signals, layout, stage, work.total)
             checked_columns(self.pruner, kept.columns, layout)
-        part = work.state.part_of(stage.layer)
         if kept is None or (kept.columns.numel() == layout.length and kept.states is None):
             work.state.cut(part, None, layout)
             return None

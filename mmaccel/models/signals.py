@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prune import PrefillPass, Probe, Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
-from mmaccel.models.install import Hooks
+from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.modules import METHODS
 from mmaccel.models.prompt_layout import PIXELS, by_name
 
@@ -42,28 +43,6 @@ def paid(query: Tensor, key: Tensor, at: Tensor, scale: float) -> Tensor:
     return total / query.shape[0]
 
 
-def peek(
-    family: Any,
-    model: nn.Module,
-    layer: Any,
-    hidden: Tensor,
-    angles: tuple[Tensor, Tensor],
-    at: Tensor,
-) -> Tensor:
-    """[n, S]: the attention that rows `at` [n] of `hidden` [1, S, E] will pay in decoder `layer`, a mean over heads.
-
-    angles  cosines and sines [1, S, D] of all columns
-    """
-    x = layer.input_layernorm(hidden)
-    attention, shape = layer.self_attn, family.geometry(model)
-    cos, sin = (angle[:, None] for angle in angles)
-    key = attention.k_proj(x).unflatten(-1, (shape.kv_heads, -1)).transpose(1, 2)
-    query = attention.q_proj(x[:, at]).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
-    key = family.turn(key, (cos, sin))
-    query = family.turn(query, (cos[:, :, at], sin[:, :, at]))
-    return paid(query[0], key[0], at, shape.head_dim**-0.5)
-
-
 def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
     """Warn, and note in the report, that `pruner` does nothing to this prompt."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
@@ -72,14 +51,14 @@ def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
     warn(f"{sentence}.")
 
 
-class Ear:
+@dataclass(eq=False)
+class Ear(PromptHook):
     """A hook of a decoder layer: passes its input or output to the probes of the current run.
 
     index  what `Probe.entering` is told: the layer, or one more than the last for what leaves that
     """
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    index: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *out: Any) -> None:
         run = kwargs.get("attention_mask")

@@ -7,8 +7,9 @@ the time. Weights are the model's own. `models/decode.py` runs all layers of a s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from mmaccel.backends.ops.decode import WINDOW, decode_attend, enter_rows, pass_
 from mmaccel.core.adapter import home_of
 from mmaccel.core.attention import ForwardPass
 from mmaccel.core.kv import CacheSlot, StreamState
-from mmaccel.core.replay import Replays, Work
+from mmaccel.core.replay import Replays
 from mmaccel.models.modules import normed
 
 DEVICES = ("cuda",)
@@ -97,9 +98,8 @@ class LayerStep:
 
 def layer_steps(layers: Sequence[Any], follows: Any = None) -> list[LayerStep]:
     """`layers` one after the other, and the norm after them, if any."""
-    last = len(layers) - 1
-    norms = [follows if n == last else layers[n + 1].input_layernorm for n in range(len(layers))]
-    return [LayerStep(layer, norm) for layer, norm in zip(layers, norms, strict=True)]
+    norms = [*(layer.input_layernorm for layer in layers[1:]), follows]
+    return [LayerStep(layer, norm) for layer, norm in zip(layers, norms, strict=False)]
 
 
 def weights(*linear: nn.Linear) -> Weights:
@@ -129,7 +129,6 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
 def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
     """Whether `LayerStep` computes what `layers` do: `decoder_layers` of the family, each on one device, with plain
     linear modules; of products that are made together all have a bias, or none."""
-    layers = list(layers)
     return activation == "silu" and all(
         type(layer).__name__ in family.decoder_layers
         and layer.self_attn.sliding_window is None
@@ -151,34 +150,29 @@ class Watched:
     at every pass: the host takes a tenth of the time of a walk through the modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._roots = list(modules)
-        self._all = [one for module in self._roots for one in module.modules()]
-        self._seen, self._addresses = self._look()
+        roots = list(modules)
+        self._all = [one for module in roots for one in module.modules()]
+        # Held, so that no other object comes by the identity of one of them.
+        self._held, self._mark = self._look(roots)
 
     def same(self, modules: Sequence[nn.Module]) -> bool:
         """Whether `modules` and all in them are those, unchanged; values of weights may have changed in place."""
-        seen, addresses = self._look()
-        return _alike(self._roots, modules) and _alike(self._seen, seen) and self._addresses == addresses
+        return self._look(modules)[1] == self._mark
 
     def hooked(self) -> bool:
         """Whether a hook of a forward pass is on any of them."""
         return any(map(any, map(_HOOKS, self._all)))
 
-    def _look(self) -> tuple[list[Any], tuple[int, ...]]:
-        """Children, classes and weights, and where the weights lie."""
-        children, weights = zip(*map(_HELD, self._all), strict=True)
+    def _look(self, roots: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
+        """The roots, their children, classes and weights; and the identity of each, and where the weights lie."""
+        children, weights = zip(*map(_TABLES, self._all), strict=True)
         tensors = [one for one in chain.from_iterable(map(dict.values, weights)) if one is not None]
-        seen = [*chain.from_iterable(map(dict.values, children)), *map(type, self._all), *tensors]
-        return seen, tuple(map(Tensor.data_ptr, tensors))
+        held = [*roots, *chain.from_iterable(map(dict.values, children)), *map(type, self._all), *tensors]
+        return held, [*map(id, held), *map(Tensor.data_ptr, tensors)]
 
 
-_Tables = Callable[[Any], tuple[dict[Any, Any], ...]]
-_HELD: _Tables = attrgetter("_modules", "_parameters")
-_HOOKS: _Tables = attrgetter("_forward_hooks", "_forward_pre_hooks")
-
-
-def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
+_TABLES: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_modules", "_parameters")
+_HOOKS: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 class StreamSteps:
@@ -203,10 +197,8 @@ class StreamSteps:
         if next(layers[0].parameters()).device != rows.device:
             return False
         activation = getattr(self._family.text(self._model).config, "hidden_act", "")
-        choices = (
-            activation,
-            [getattr(getattr(one, "self_attn", None), "sliding_window", None) for one in layers],
-        )
+        windows = [getattr(getattr(one, "self_attn", None), "sliding_window", None) for one in layers]
+        choices = activation, windows
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
             self._watched, self._choices = Watched(layers), choices
             self._known = known(layers, activation, self._family)
@@ -241,15 +233,14 @@ class StreamSteps:
                 attended = room("attended", (width, heads * size), dtype)
                 out = run.attend(number, query, key, value, size**-0.5)
                 attended[:n] = out.transpose(1, 2).reshape(n, -1)
-                self._replays((number, width), self._rest(number, x, attended, qkv))
+                self._replays((number, width), partial(self._rest, number, x, attended, qkv))
             else:
                 self._whole(number, slot, x, qkv)
         return normed(self._family.text(self._model).norm, x[:n], self._family)
 
-    def _rest(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> Work:
+    def _rest(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
         """The rest of a layer, whose attention was computed by itself."""
-        layer = self._layers[number]
-        return lambda: self._leave(number, layer.finish(Rows(x), attended), x, qkv)
+        return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv)
 
     def _whole(self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor]) -> None:
         """A layer over rows that have a slot."""

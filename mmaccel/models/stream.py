@@ -67,7 +67,6 @@ class HFStreamAdapter(StreamAdapter):
         self._attention = AttentionConfig(Recipe(), "auto", kernel_for(self.device, self.dtype))
         self.text: Any = family.text(model)
         self._gate = gate_of(self.text)
-        self._split: tuple[Tensor, list[int]] | None = None
         self._units: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
 
     @functools.cached_property
@@ -124,12 +123,8 @@ class HFStreamAdapter(StreamAdapter):
     def _unit(self, size: tuple[int, int]) -> tuple[tuple[int, int], int]:
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
         if size not in self._units:
-            zeros = torch.zeros(self.pace, 3, *size, dtype=torch.uint8)
-            inputs = self.processor(
-                self.processor.video_token, videos=[zeros], add_special_tokens=False, device=self.device
-            )
-            inside = self.family.layout(self.model, inputs).frame >= 0
-            self._units[size] = self.family.frame_size(self.model, inputs), int(inside.sum())
+            inputs, _, unit, _ = self._positions(size, None, 1)
+            self._units[size] = self.family.frame_size(self.model, inputs), unit.shape[1]
         return self._units[size]
 
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -140,21 +135,20 @@ class HFStreamAdapter(StreamAdapter):
     # Text.
 
     def head(self) -> Tensor:
-        return self._template()[0]
+        return self._template[0]
 
     def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:
         check_question(question)
-        plain = self._template()[1]
+        plain = self._template[1]
         ids = self._chat(question)[1]
         begin = _alike(ids, plain)
         end = _alike(ids[begin:][::-1], plain[begin:][::-1])
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
+    @functools.cached_property
     def _template(self) -> tuple[Tensor, list[int]]:
-        if self._split is None:
-            head, tail = self._chat("")
-            self._split = torch.tensor(head, dtype=torch.long, device=self.device), tail
-        return self._split
+        head, tail = self._chat("")
+        return torch.tensor(head, dtype=torch.long, device=self.device), tail
 
     def _chat(self, question: str) -> tuple[list[int], list[int]]:
         """Ids before and after the video of a prompt."""
@@ -210,7 +204,7 @@ class HFStreamAdapter(StreamAdapter):
         inputs = self.processor(
             self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
         )
-        head, tail = self._template()
+        head, tail = self._template
         ids = torch.cat([head[None], inputs["input_ids"], torch.tensor([tail], device=self.device)], 1)
         inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         inputs["input_ids"] = ids

@@ -30,26 +30,15 @@ TIMED = 2
 """Plain calls of a batch's size that are timed before a draft may act there: the first step may be compiled or captured."""
 
 NEUTRAL: dict[str, Any] = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "guidance_scale": 1.0,
-    "use_cache": True,
+    **dict(num_beams=1, num_return_sequences=1, guidance_scale=1.0, use_cache=True),
     **dict.fromkeys(("output_scores", "output_logits", "output_attentions"), False),
     **dict.fromkeys(("output_hidden_states", "use_mtp"), False),
 }
 """The value of an argument that, like None, changes nothing."""
 
 LOOPS = (
-    "num_beams",
-    "assistant_model",
-    "assistant_early_exit",
-    "prompt_lookup_num_tokens",
-    "use_mtp",
-    "penalty_alpha",
-    "dola_layers",
-    "constraints",
-    "force_words_ids",
-    "custom_generate",
+    *("num_beams", "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"),
+    *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "custom_generate"),
 )
 """Arguments of `generate` that choose a decoding loop."""
 
@@ -58,8 +47,7 @@ _ROWS = "draft {draft!r} gives tokens, scores and logits only; leave it out, or 
 DRAFT = {
     **dict.fromkeys(LOOPS, _LOOP),
     "num_beams": "draft {draft!r} decodes each sequence with one beam; set num_beams to 1.",
-    "output_attentions": _ROWS,
-    "output_hidden_states": _ROWS,
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), _ROWS),
     "inputs_embeds": "draft {draft!r} reads token ids; give input_ids.",
     "guidance_scale": "it keeps state from earlier tokens, and draft {draft!r} scores tokens that may be rejected; "
     "leave one of the two out.",

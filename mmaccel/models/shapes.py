@@ -55,19 +55,13 @@ def config(name: str, layers: int | None = None, vision_layers: int | None = Non
     from transformers import AutoConfig
 
     text, vision, others = _PARTS[shape.family](shape, vision_layers)
-    sizes = {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": depth,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1 << 20,
-        "tie_word_embeddings": shape.tied,
-    }
-    parts = {"text_config": {**sizes, **text}, "vision_config": vision, **others}
-    return AutoConfig.for_model(shape.family, **parts, tie_word_embeddings=shape.tied)
+    heads = dict(num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads)
+    sizes = dict(vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate)
+    text |= dict(
+        **heads, **sizes, num_hidden_layers=depth, max_position_embeddings=1 << 20, rms_norm_eps=1e-6
+    )
+    tied = dict(tie_word_embeddings=shape.tied)
+    return AutoConfig.for_model(shape.family, text_config=text | tied, vision_config=vision, **others, **tied)
 
 
 def build(
@@ -134,34 +128,17 @@ _Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 def _qwen(shape: Shape, vision_layers: int | None) -> _Parts:
     tower = 32 if vision_layers is None else vision_layers
-    vision = {
-        "depth": tower,
-        "hidden_size": 1280,
-        "intermediate_size": shape.vision_intermediate,
-        "num_heads": 16,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [n for n in (7, 15, 23, 31) if n < tower],
-        "out_hidden_size": shape.hidden,
-        "tokens_per_second": 2,
-    }
+    layers = dict(depth=tower, fullatt_block_indexes=[n for n in (7, 15, 23, 31) if n < tower])
+    sizes = dict(hidden_size=1280, intermediate_size=shape.vision_intermediate, out_hidden_size=shape.hidden)
+    cuts = dict(patch_size=14, spatial_merge_size=2, temporal_patch_size=2, window_size=112)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    return {"rope_parameters": rope}, vision, {}
+    return {"rope_parameters": rope}, {**layers, **sizes, **cuts, "num_heads": 16, "tokens_per_second": 2}, {}
 
 
 def _llava(shape: Shape, vision_layers: int | None) -> _Parts:
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_hidden_layers": 26 if vision_layers is None else vision_layers,
-        "num_attention_heads": 16,
-        "image_size": 384,
-        "patch_size": 14,
-        "vision_use_head": False,
-    }
+    layers = dict(num_hidden_layers=26 if vision_layers is None else vision_layers, num_attention_heads=16)
+    sizes = dict(hidden_size=1152, intermediate_size=4304, image_size=384, patch_size=14)
+    vision = dict(model_type="siglip_vision_model", vision_use_head=False, **layers, **sizes)
     sides = [384 * n for n in range(1, 7)]
     others = {
         "image_token_index": 151646,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers as T
 
+from mmaccel.models.generate import LOOPS
 from tests.models.tiny_random import IMG, PROMPTS, VID, prompt
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -28,16 +29,7 @@ REFUSED: dict[str, set[str]] = {
     "window": {*_ALWAYS, "output_attentions", "past_key_values"},
     "prompt_lookup": {
         *_ALWAYS,
-        "num_beams",
-        "assistant_model",
-        "assistant_early_exit",
-        "prompt_lookup_num_tokens",
-        "use_mtp",
-        "penalty_alpha",
-        "dola_layers",
-        "constraints",
-        "force_words_ids",
-        "custom_generate",
+        *LOOPS,
         "guidance_scale",
         "output_attentions",
         "output_hidden_states",

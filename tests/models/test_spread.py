@@ -68,7 +68,7 @@ def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
         with mmaccel.accelerate(model, draft=draft) as fast:
             assert torch.equal(fast.generate(**inputs, max_new_tokens=12, do_sample=False), want)
     assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), want)
-    (memo,) = {id(hook._memo): hook._memo for hook in norm._forward_pre_hooks.values()}.values()
+    (memo,) = {id(hook.memo): hook.memo for hook in norm._forward_pre_hooks.values()}.values()
     assert not memo, "what was handed over is kept no longer than the pass"
     undo()
     assert not any(module._forward_pre_hooks for module in (*layers, norm))

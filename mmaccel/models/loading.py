@@ -15,7 +15,7 @@ from mmaccel.core.errors import ModelError, UnknownName, shown
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
-from mmaccel.models.model_files import absent, causes, config_of, folder_of, own_code
+from mmaccel.models.model_files import absent, causes, config_of, folder_of, own_code, reason_of
 from mmaccel.models.pipeline_parallel import spread_layers
 
 
@@ -98,7 +98,7 @@ def _read(kind: Any, source: str, dtype: torch.dtype | str) -> Any:
         raise ModelError(
             absent(source, error)
             or own_code(source, error)
-            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({_reason(error)})."
+            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({reason_of(error)})."
         ) from error
     except (ImportError, RuntimeError) as error:
         # transformers could not import a torchvision, which is made for one torch alone.
@@ -146,12 +146,8 @@ def _config(source: str) -> Any:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
-            own_code(source, error) or f"model {source!r}: its config.json cannot be read ({_reason(error)})."
+            own_code(source, error) or f"model {source!r}: its config.json cannot be read ({reason_of(error)})."
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Path) -> None:

@@ -28,21 +28,18 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def folder_of(name: str | os.PathLike[str]) -> Path:
     """A folder as it is; of a model on the hub that with its small files, which are fetched. Raises `ModelError`."""
-    if Path(name).is_dir():
-        return Path(name)
-    if Path(name).exists() or os.fspath(name).count("/") != 1:
-        raise ModelError(f"{os.fspath(name)} is not a folder: name the folder of a saved model.")
+    text = os.fspath(name)
+    if Path(text).is_dir():
+        return Path(text)
+    if Path(text).exists() or text.count("/") != 1:
+        raise ModelError(f"{text} is not a folder: name the folder of a saved model.")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(os.fspath(name), allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"])
-        )
+        return Path(snapshot_download(text, allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"]))
     except Exception as error:
-        raise ModelError(
-            absent(os.fspath(name), error)
-            or f"model {os.fspath(name)!r} cannot be fetched from the hub ({' '.join(str(error).split())[:200]})."
-        ) from error
+        unfetched = f"model {text!r} cannot be fetched from the hub ({reason_of(error)})."
+        raise ModelError(absent(text, error) or unfetched) from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -53,6 +50,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold one JSON object.")
     return content
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, in one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200]
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

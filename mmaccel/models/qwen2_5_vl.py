@@ -52,15 +52,6 @@ _PROCESSOR: dict[str, Any] = {
 }
 
 
-def _runs(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of equal sizes, as (where the first begins, how many, their size)."""
-    start = 0
-    for size, same in groupby(sizes):
-        count = len(list(same))
-        yield start, count, size
-        start += count * size
-
-
 class Tower(VisionTower):
     """All patches in a row in the order of windows, frames told apart by their lengths, merged four to one."""
 
@@ -73,14 +64,14 @@ class Tower(VisionTower):
         query, key = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3)[:2]
         cos, sin = (angle.float() for angle in kwargs["position_embeddings"])
         query, key = rotated(query.float(), cos, sin), rotated(key.float(), cos, sin)
-        ends = kwargs["cu_seqlens"].tolist()
-        for start, count, size in _runs([stop - begin for begin, stop in pairwise(ends)]):
-            q, k = (
-                x[:, start : start + count * size].unflatten(1, (count, size)).transpose(0, 1)
-                for x in (query, key)
-            )
+        start, ends = 0, kwargs["cu_seqlens"].tolist()
+        for size, same in groupby(stop - begin for begin, stop in pairwise(ends)):
+            shape = len(list(same)), size
+            some = slice(start, start + math.prod(shape))
+            q, k = (x[:, some].unflatten(1, shape).transpose(0, 1) for x in (query, key))
             score = received(q, k, q.shape[-1] ** -0.5)
             looks.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
+            start = some.stop
         return torch.cat(looks)
 
     def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:

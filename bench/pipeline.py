@@ -39,7 +39,7 @@ from mmaccel.core.draft import DraftState
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.worker import Worker
-from mmaccel.models import pipeline_parallel
+from mmaccel.models import loading
 from mmaccel.policies.draft import Off, Parallel, Sequential, Tree
 from mmaccel.policies.prune import AttentionPrune, UVPrune
 from mmaccel_lab.eval import simulate
@@ -340,7 +340,7 @@ def sharded_part(bench: Bench) -> Iterator[Step]:
         whole = read_and_say(model, replayed.question(options.target, bench.columns, options.device))
         tell(log, case="sharded end", shape=options.target, devices=[options.device], **whole)
         for devices in ([options.device, bench.other], [bench.other, options.device]):
-            undo = pipeline_parallel.spread_layers(model, devices)
+            undo = loading.spread_layers(model, devices)
             try:
                 rows = timed_step(bench, model, bench.columns, (1, 5), case="sharded", shape=options.target)
                 inputs = replayed.question(options.target, bench.columns, devices[0])

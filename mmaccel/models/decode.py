@@ -21,7 +21,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
 from mmaccel.core.replay import Replays
 from mmaccel.core.thinned import ThinnedState
-from mmaccel.models import pipeline_parallel, step
+from mmaccel.models import loading, step
 from mmaccel.models.install import PromptHook
 from mmaccel.models.step import LayerStep, Rows
 
@@ -198,7 +198,7 @@ class SequenceSteps:
         home = words.weight.device
         glance = state.pruner.glance if isinstance(state, ThinnedState) else None
         cuts: list[tuple[torch.device, list[int]]] = []
-        for device, numbers in pipeline_parallel.runs([key.device for key, _ in buffers], home):
+        for device, numbers in loading.runs([key.device for key, _ in buffers], home):
             after = numbers.index(glance) + 1 if glance in numbers[:-1] else len(numbers)  # type: ignore[arg-type]
             cuts += [(device, numbers[:after])]
             cuts += [(device, numbers[after:])] if after < len(numbers) else []

@@ -75,7 +75,7 @@ def build(
 ) -> nn.Module:
     """A model of a published shape with random weights, made on `device` directly, in evaluation mode.
 
-    With `devices` its layers are spread over these (see `pipeline_parallel.spread_layers`), each made where it lies.
+    With `devices` its layers are spread over these (see `loading.spread_layers`), each made where it lies.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -100,7 +100,7 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
     from transformers import AutoModelForImageTextToText
 
     from mmaccel.core.attach import adapter_for
-    from mmaccel.models.pipeline_parallel import hand_over, shares
+    from mmaccel.models.loading import hand_over, shares
 
     with torch.device(devices[0]):
         model: Any = AutoModelForImageTextToText.from_config(shallow, dtype=dtype)

@@ -18,7 +18,7 @@ from mmaccel.core.attention import ForwardPass
 from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.models import decode, pipeline_parallel, shapes, step
+from mmaccel.models import decode, loading, shapes, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential
 from tests.models.streams import pair
@@ -38,28 +38,28 @@ def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(0, 500), st.integers(1, 8))
 def test_layers_are_dealt_out_in_order(sizes: list[int], ends: int, count: int) -> None:
     count = min(count, len(sizes))
-    chosen = pipeline_parallel.shares(sizes, ends, count)
+    chosen = loading.shares(sizes, ends, count)
     assert chosen == sorted(chosen) and set(chosen) == set(range(count))
 
 
 def test_layers_are_dealt_out_evenly() -> None:
     # Ends that weigh two layers leave the first device two fewer.
-    assert pipeline_parallel.shares([10] * 10, 20, 2) == [0] * 4 + [1] * 6
-    assert pipeline_parallel.shares([10] * 9, 0, 3) == [0] * 3 + [1] * 3 + [2] * 3
-    assert pipeline_parallel.shares([10] * 3, 1000, 3) == [0, 1, 2]
+    assert loading.shares([10] * 10, 20, 2) == [0] * 4 + [1] * 6
+    assert loading.shares([10] * 9, 0, 3) == [0] * 3 + [1] * 3 + [2] * 3
+    assert loading.shares([10] * 3, 1000, 3) == [0, 1, 2]
 
 
 def test_runs_begin_and_end_at_home() -> None:
-    assert pipeline_parallel.runs([CPU, CPU], CPU) == [(CPU, [0, 1])]
-    assert pipeline_parallel.runs([CPU, OTHER, OTHER], CPU) == [(CPU, [0]), (OTHER, [1, 2]), (CPU, [])]
-    assert pipeline_parallel.runs([OTHER, CPU], CPU) == [(CPU, []), (OTHER, [0]), (CPU, [1])]
+    assert loading.runs([CPU, CPU], CPU) == [(CPU, [0, 1])]
+    assert loading.runs([CPU, OTHER, OTHER], CPU) == [(CPU, [0]), (OTHER, [1, 2]), (CPU, [])]
+    assert loading.runs([OTHER, CPU], CPU) == [(CPU, []), (OTHER, [0]), (CPU, [1])]
 
 
 def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     want = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    undo = pipeline_parallel.spread_layers(model, [CPU, OTHER])
+    undo = loading.spread_layers(model, [CPU, OTHER])
     layers, norm = adapter_for(model).layers(model), adapter_for(model).text(model).norm
     hooked = [bool(module._forward_pre_hooks) for module in (*layers, norm)]
     assert hooked == [True] * 4
@@ -76,9 +76,9 @@ def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
 
 def test_fewer_layers_than_devices_is_told(family: tuple[str, Any]) -> None:
     with pytest.raises(ModelError, match="at most one a layer"):
-        pipeline_parallel.spread_layers(family[1], ["cpu"] * 4)
+        loading.spread_layers(family[1], ["cpu"] * 4)
     with pytest.raises(ModelError, match="give one or more"):
-        pipeline_parallel.spread_layers(family[1], [])
+        loading.spread_layers(family[1], [])
 
 
 def in_runs(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
@@ -88,7 +88,7 @@ def in_runs(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
         ends = [*first[1:], len(places)]
         return [(home, list(range(a, b))) for a, b in zip(first, ends, strict=True)]
 
-    monkeypatch.setattr(pipeline_parallel, "runs", runs)
+    monkeypatch.setattr(loading, "runs", runs)
 
 
 @pytest.mark.parametrize("first", [(0, 1), (0, 2, 3), (0, 0, 3)])
@@ -120,7 +120,7 @@ def test_what_a_hook_hands_over() -> None:
     """Tensors, tuples of them and runs come to the device; named arguments once for all layers there."""
     memo: dict[Any, Any] = {}
     meta = torch.device("meta")
-    one, other, last = (pipeline_parallel.MoveInputs(meta, memo, ends) for ends in (False, False, True))
+    one, other, last = (loading.MoveInputs(meta, memo, ends) for ends in (False, False, True))
     hidden, angles = torch.ones(2), (torch.ones(3), torch.ones(3))
     named = {"position_embeddings": angles, "past_key_values": object(), "attention_mask": None}
     (moved,), first = one(torch.nn.Identity(), (hidden,), dict(named))
@@ -133,7 +133,7 @@ def test_what_a_hook_hands_over() -> None:
     assert not memo
     with mock.patch.object(torch.Tensor, "to", autospec=True) as to:
         for place in (meta, CPU):
-            pipeline_parallel.MoveInputs(place, {}, False)(torch.nn.Identity(), (hidden,), {})
+            loading.MoveInputs(place, {}, False)(torch.nn.Identity(), (hidden,), {})
     assert [call.kwargs["non_blocking"] for call in to.call_args_list] == [True, False]
     road: Any = None
     run = ForwardPass(road, layout=TokenLayout.text(1, 4, "cpu"))
@@ -169,7 +169,7 @@ def test_hooks_of_ours_do_not_keep_steps_from_being_captured(
 ) -> None:
     _, model = family
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    pipeline_parallel.spread_layers(model, [CPU, OTHER])
+    loading.spread_layers(model, [CPU, OTHER])
     assert decode.admits(model, adapter_for(model), DynamicCache())
     adapter_for(model).layers(model)[1].register_forward_pre_hook(lambda *_: None)
     assert not decode.admits(model, adapter_for(model), DynamicCache())
@@ -194,7 +194,7 @@ def test_two_devices_say_what_one_says(family: tuple[str, Any], order: tuple[int
     model.to(places[0])
     inputs = {k: v.to(places[0]) for k, v in prompt(name, PROMPTS["video"]).items()}
     want = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    pipeline_parallel.spread_layers(model, places)
+    loading.spread_layers(model, places)
     assert {str(p.device) for p in model.parameters()} == set(places)
     for draft in (Off(), Sequential(model=BUILD[name](seed=1).to("cuda:1"), window=3)):
         with mmaccel.accelerate(model, draft=draft) as fast:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,10 +48,7 @@ def attention(
     """
     if not isinstance(attention_mask, ForwardPass | PackedPass):
         return _plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    weights = None
-    streams = isinstance(attention_mask, ForwardPass) and attention_mask.stream
-    if kwargs.get("output_attentions") and not streams:
-        attention_mask, weights = with_weights(attention_mask)
+    weights, streams = None, isinstance(attention_mask, ForwardPass) and attention_mask.stream
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
     asks = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -64,7 +61,9 @@ def attention(
             out = OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = attention_mask.attend(layer, query, key, value, scale)
-    return out.transpose(1, 2).contiguous(), None if weights is None else weights()
+        if kwargs.get("output_attentions") and not streams:
+            weights = weights_of(attention_mask, layer, query, key, value, scale)
+    return out.transpose(1, 2).contiguous(), weights
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -107,45 +106,34 @@ class OneWay(torch.autograd.Function):
         )
 
 
-class Weights(Probe):
-    """Computes the weights [B, H, n, N] of one run and layer from what enters its attention, in the type of the queries.
+@torch.no_grad()
+def weights_of(
+    run: ForwardPass | PackedPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    """[B, H, n, N]: the weights with which `layer` of a run attends, in the type of the values; what `attend` is given.
 
     Rows of padding are zeros, where transformers spreads them evenly.
     """
-
-    weights: Tensor
-
-    def attending(
-        self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> None:
-        rows, columns = query.shape[2], key.shape[2]
-        at = torch.arange(columns, device=query.device)
-        unseen = at > at[run.start : run.start + rows, None]
-        if run.layout.padded:
-            valid = run.layout.valid.to(query.device)
-            unseen = (unseen | ~valid[:, None] | ~valid[:, run.start : run.start + rows, None])[:, None]
-        heads = query.unflatten(1, (key.shape[1], -1))
-        scores = (heads @ key[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
-        weights = scores.float().masked_fill(unseen, float("-inf")).softmax(-1)
-        self.weights = weights.nan_to_num(0.0).to(query.dtype)
-
-
-def with_weights(run: ForwardPass | PackedPass) -> tuple[ForwardPass | PackedPass, Callable[[], Tensor]]:
-    """A run of one layer whose weights are computed beside it, and a call that gives them once it has attended."""
-    if isinstance(run, ForwardPass):
-        probe = Weights()
-        return replace(run, probes=(*run.probes, probe)), lambda: probe.weights
-    parts = [(b, columns, *with_weights(one)) for b, columns, one in run.runs]
-
-    def whole() -> Tensor:
-        each = [(b, columns, weights()) for b, columns, _, weights in parts]
-        batch, size = each[-1][0] + 1, max(columns.stop for _, columns, _ in each)
-        out = each[0][2].new_zeros(batch, each[0][2].shape[1], size, size)
-        for b, columns, one in each:
-            out[b, :, columns, columns] = one[0]
-        return out
-
-    return PackedPass(tuple((b, columns, one) for b, columns, one, _ in parts)), whole  # type: ignore[misc]
+    if isinstance(run, PackedPass):
+        whole = value.new_zeros(*query.shape[:3], key.shape[2])
+        for b, columns, one in run.runs:
+            some = (slice(b, b + 1), slice(None), columns)
+            whole[b, :, columns, columns] = weights_of(
+                one, layer, query[some], key[some], value[some], scale
+            )[0]
+        return whole
+    if run.state is not None:
+        key = run.state.view(layer, query).key
+    rows, columns = query.shape[2], key.shape[2]
+    at = torch.arange(columns, device=query.device)
+    unseen = at > at[run.start : run.start + rows, None]
+    if run.layout.padded:
+        valid = run.layout.valid.to(query.device)
+        unseen = (unseen | ~valid[:, None] | ~valid[:, run.start : run.start + rows, None])[:, None]
+    heads = query.to(value.dtype).unflatten(1, (key.shape[1], -1))
+    scores = (heads @ key.to(value.dtype)[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
+    weights = scores.float().masked_fill(unseen, float("-inf")).softmax(-1)
+    return weights.nan_to_num(0.0).to(value.dtype)
 
 
 def check_forward(recipe: Recipe, kwargs: Mapping[str, Any], layers: nn.ModuleList) -> None:

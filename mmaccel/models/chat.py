@@ -73,7 +73,6 @@ def _is_frame(value: Any) -> bool:
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:
-    """What is given for each of `count` prompts."""
     if given is None:
         return [None] * count
     if not _listed(given) or len(given) != count:
@@ -227,7 +226,6 @@ def _marked(
 
 
 def _special(tokenizer: Any) -> re.Pattern[str]:
-    """A pattern that finds special tokens."""
     return _any_of({str(token) for token in tokenizer.added_tokens_decoder.values() if token.special})
 
 

@@ -271,7 +271,6 @@ class _Sequence:
 
 
 def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """One padded prompt without its padding."""
     mask = kwargs.get("attention_mask")
     if mask is None or bool(mask.all()):
         return kwargs

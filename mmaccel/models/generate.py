@@ -124,7 +124,6 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
 
 
 def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
-    """`generate`, without a deadline of its own."""
     check_generate(attachment, kwargs)
     caches = attachment.asked("use_cache", kwargs) is not False
     if attachment.pruning is not None and not caches:

@@ -190,7 +190,6 @@ class Gate:
         return True
 
     def _leave(self) -> None:
-        """End a call that `enter` let in."""
         me = threading.get_ident()
         with self._state:
             call, depth = self._inside[me]

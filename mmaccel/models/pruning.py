@@ -229,7 +229,6 @@ class Pruning:
 
     @staticmethod
     def _thin(run: ForwardPass, state: ThinnedState, part: int) -> ForwardPass:
-        """The run as the layers of `part` see it."""
         return replace(run, layout=state.thinned(part, run.layout), start=state.size(part, run.start))
 
 

@@ -239,11 +239,9 @@ class StreamSteps:
         return normed(self._family.text(self._model).norm, x[:n], self._family)
 
     def _rest(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
-        """The rest of a layer, whose attention was computed by itself."""
         return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv)
 
     def _whole(self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor]) -> None:
-        """A layer over rows that have a slot."""
         layer, count, room = self._layers[number], len(x), self._replays.room
         rope = room("rope", (2, 1, count, self._shape.head_dim), x.dtype)
         # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up

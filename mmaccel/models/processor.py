@@ -56,12 +56,9 @@ class Processor:
         self.model_type, self.style, self.tokenizer = model_type, _style_of(model_type), tokenizer
         config = dict(config or {})
         vision = dict(config.get("vision_config") or {})
-        self.image = Pixels(**self.style.image_settings).updated(_cuts_of(vision)).updated(image or {})
-        self.video = (
-            Pixels(**self.style.video_settings)
-            .updated(_cuts_of(vision))
-            .updated(video if video is not None else image or {})
-        )
+        cuts, video = _cuts_of(vision), video if video is not None else image
+        self.image = Pixels(**self.style.image_settings).updated(cuts).updated(image or {})
+        self.video = Pixels(**self.style.video_settings).updated(cuts).updated(video or {})
         given = {name: value for name, value in (extra or {}).items() if value is not None}
         self.extra = {**_extra_of(config, vision), **given}
         self.special_tokens = special_tokens
@@ -80,9 +77,7 @@ class Processor:
         place = folder_of(folder)
         config, whole = config_of(place), read_json(place / "processor_config.json") or {}
         image = whole.pop("image_processor", None) or read_json(place / "preprocessor_config.json")
-        video = (
-            whole.pop("video_processor", None) or read_json(place / "video_preprocessor_config.json") or image
-        )
+        video = whole.pop("video_processor", None) or read_json(place / "video_preprocessor_config.json")
         model_type = str(config.get("model_type"))
         _style_of(model_type)
         if image is None and video is None:
@@ -98,7 +93,7 @@ class Processor:
             model_type,
             _tokenizer(place),
             image=image,
-            video=video,
+            video=video or image,
             extra={key: x for key, x in whole.items() if key not in ("processor_class", "auto_map")},
             config=config,
             chat_template=template,

@@ -46,10 +46,10 @@ from expected import as_often, chances, shares
 from held import Held
 from timing import Log, environment, read_rows, write_rows
 
+from mmaccel import load_model, load_processor
 from mmaccel.cli import answer
 from mmaccel.core.attach import accelerate
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.loading import load_model, load_processor
 from mmaccel_lab.eval import simulate
 from mmaccel_lab.eval.caption import caption_cases
 from mmaccel_lab.eval.cases import Film

@@ -20,7 +20,8 @@ from mmaccel.core.recipe import names as list_recipes
 from mmaccel.core.registry import KINDS, register, registry
 from mmaccel.core.report import Report
 from mmaccel.core.session import VideoSession
-from mmaccel.models.loading import check_recipe, load_model, load_processor
+from mmaccel.models import load_processor
+from mmaccel.models.loading import check_recipe, load_model
 from mmaccel.models.shipped import NAMES as _SHIPPED
 
 __version__ = "0.1.0"

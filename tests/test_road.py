@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel import load_model, load_processor
 from mmaccel.cli.answer import ask, prompt
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shipped as tiny
-from mmaccel.models.loading import load_model, load_processor
 from mmaccel_lab.eval.caption import agreement, caption_cases, caption_scores
 from mmaccel_lab.eval.cases import Film, cases
 from mmaccel_lab.eval.needle import Judged, Tally, judge

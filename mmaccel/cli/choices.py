@@ -22,7 +22,7 @@ from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoWarni
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, endings, fields_of, names, stream_policy
 from mmaccel.core.registry import registry
-from mmaccel.models import loading
+from mmaccel.models import load_processor, loading
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -111,7 +111,7 @@ def check(recipe: Recipe, model: str, device: str) -> None:
 
 def processor(model: str) -> Any:
     """Our processor for a model's name or folder; raises `ModelError` for a family that is not supported."""
-    found = loading.load_processor(model)
+    found = load_processor(model)
     family_of(found.model_type)
     return found
 

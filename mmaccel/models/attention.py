@@ -21,7 +21,6 @@ from mmaccel.core.attention import ForwardPass
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import PrefillPass, Probe
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.compiled import layer_append, layer_attend
 

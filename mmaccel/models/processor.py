@@ -22,7 +22,7 @@ from mmaccel.core.errors import ModelError, check_text, warn
 from mmaccel.core.registry import registry
 from mmaccel.media.preprocess import Pixels, as_frames, as_image
 from mmaccel.models.chat import Written, conversations, ids_of, image_rows, video_list, written
-from mmaccel.models.model_files import config_of, folder_of, read_json
+from mmaccel.models.loading import config_of, folder_of, read_json
 from mmaccel.models.prompt_layout import ProcessorStyle
 
 

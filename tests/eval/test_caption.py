@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmaccel.models.loading import load_model, load_processor
+from mmaccel import load_model, load_processor
 from mmaccel_lab.eval.caption import agreement, caption_cases, caption_scores, forced, predicted
 from mmaccel_lab.eval.cases import Film
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmaccel import load_model, load_processor
 from mmaccel.cli.answer import ask_each
 from mmaccel.core.errors import WorldError
-from mmaccel.models.loading import load_model, load_processor
 from mmaccel_lab.eval.cases import Case, Film, cases, seed_at, tokens_per_frame
 from mmaccel_lab.eval.needle import Judged, Tally, judge
 from mmaccel_lab.world import World

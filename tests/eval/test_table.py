@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel import load_model, load_processor
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.loading import load_model, load_processor
 from mmaccel_lab.eval.cases import Film
 from mmaccel_lab.eval.jobs import Job, measure_in, merged
 from mmaccel_lab.eval.table import ENTRIES, Entry, Line, frames_of, markdown, measure, step_ratio

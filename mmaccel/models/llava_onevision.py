@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from mmaccel.models.signals import VisionTower, received
 
 def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:
     """See `ProcessorStyle`: a base view of each image, and finer tiles of one that is alone in its text."""
-    from mmaccel.media.preprocess import to_square, to_tiles
+    from mmaccel.media.preprocess import best_resolution, to_square, to_tiles
 
     per_tile = _tokens_per_tile(extra)
     less = 1 if extra.get("vision_feature_select_strategy") == "default" else 0
@@ -29,8 +29,12 @@ def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Map
     side, tiled, counts = math.isqrt(per_tile), [], []
     for image, alone in [(image, len(row) == 1) for row in visuals for image in row]:
         tiles = (to_tiles if alone else to_square)(image, pixels, **where)
-        tile, size = (int(tiles.shape[2]), int(tiles.shape[3])), (image.shape[1], image.shape[2])
-        finer = anyres_tokens(pixels, side, tile, size, most) - side**2 if alone else 1
+        finer = 1
+        if alone:
+            best = best_resolution(pixels, *image.shape[1:])
+            grid = best[0] // int(tiles.shape[2]), best[1] // int(tiles.shape[3])
+            rows, columns = tiled_shape(grid, side, image.shape[1:], most)
+            finer = rows * (columns + 1)
         tiled.append(tiles)
         counts.append(per_tile + finer - less)
     made = {
@@ -41,26 +45,17 @@ def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Map
     return made, counts
 
 
-def anyres_tokens(
-    pixels: Any, side: int, tile: tuple[int, int], image: tuple[int, int], most_tiles: int
-) -> int:
-    """Tokens of an image (height, width) cut into tiles of size `tile`, each of `side * side` tokens.
-
-    The overview, the part of the tiles that is not padding, and one newline a row of it.
-    """
-    from mmaccel.media.preprocess import best_resolution
-
+def tiled_shape(grid: Sequence[int], side: int, image: Sequence[int], most: int) -> tuple[int, int]:
+    """Rows and columns of the tokens of an image (height, width) cut into `grid` (down, across) tiles of `side` * `side` each,
+    without the padding, and made fewer where they are more than of `most` tiles. Each row has one newline token more."""
     height, width = image
-    best = best_resolution(pixels, height, width)
-    rows, columns = side * (best[0] // tile[0]), side * (best[1] // tile[1])
+    rows, columns = side * grid[0], side * grid[1]
     if width / height > columns / rows:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
     else:
         columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-    ratio = math.sqrt(rows * columns / (most_tiles * side**2))
-    if ratio > 1.1:
-        rows, columns = int(rows // ratio), int(columns // ratio)
-    return rows * columns + rows + side**2
+    ratio = math.sqrt(rows * columns / (most * side**2))
+    return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
 
 
 def _framed(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:
@@ -188,21 +183,16 @@ class LlavaOnevision(Family):
     def _tiles(self, config: Any, inputs: Inputs, number: int, marks: int) -> tuple[int, int] | None:
         """Rows and columns of what the finer tiles of image `number` make together, `marks` tokens with the rows' ends; None
         where it has none, or where its size is not told."""
-        from transformers.models.llava_onevision import modeling_llava_onevision as theirs
+        from transformers.models.llava_onevision.modeling_llava_onevision import get_anyres_image_grid_shape
 
         sizes = inputs.get("image_sizes")
         if sizes is None or number >= len(sizes) or marks <= 1:
             return None
         size, tile = [int(x) for x in sizes[number]], config.vision_config.image_size
-        side = tile // config.vision_config.patch_size
-        tiles = theirs.get_anyres_image_grid_shape(size, config.image_grid_pinpoints, tile)
-        whole = torch.empty(1, *(count * side for count in tiles), device="meta")
-        rows, columns = theirs.unpad_image(whole, size).shape[1:]
+        grid = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, tile)
         aspect = inputs.get("vision_aspect_ratio") or config.vision_aspect_ratio
-        most = int(aspect.removeprefix("anyres_max_"))
-        ratio = math.sqrt(rows * columns / (most * side**2))
-        if ratio > 1.1:
-            rows, columns = int(rows // ratio), int(columns // ratio)
+        side, most = tile // config.vision_config.patch_size, int(aspect.removeprefix("anyres_max_"))
+        rows, columns = tiled_shape(grid, side, size, most)
         return (rows, columns) if rows * (columns + 1) == marks else None
 
     def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:

@@ -55,12 +55,11 @@ class Processor:
         """
         self.model_type, self.style, self.tokenizer = model_type, _style_of(model_type), tokenizer
         config = dict(config or {})
-        vision = dict(config.get("vision_config") or {})
-        cuts, video = _cuts_of(vision), video if video is not None else image
+        (cuts, implied), video = _implied(config), video if video is not None else image
         self.image = Pixels(**self.style.image_settings).updated(cuts).updated(image or {})
         self.video = Pixels(**self.style.video_settings).updated(cuts).updated(video or {})
         given = {name: value for name, value in (extra or {}).items() if value is not None}
-        self.extra = {**_extra_of(config, vision), **given}
+        self.extra = {**implied, **given}
         self.special_tokens = special_tokens
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self.image_token, self.image_token_id = self._token("image", config)
@@ -338,24 +337,19 @@ def _tokenizer(folder: Path) -> Any:
         raise ModelError(f"{folder} has no tokenizer that can be read: save it there.") from error
 
 
-def _cuts_of(vision: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of the patches, where the vision tower cuts frames into them."""
-    if "spatial_merge_size" not in vision:
-        return {}
-    sizes = {name: vision.get(name) for name in ("patch_size", "temporal_patch_size")}
-    return {**sizes, "merge_size": vision["spatial_merge_size"]}
-
-
-def _extra_of(config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens a tile and how features are chosen, as config.json implies them."""
-    if "vision_feature_select_strategy" not in config:
-        return {}
-    extra: dict[str, Any] = {"vision_feature_select_strategy": config["vision_feature_select_strategy"]}
-    if vision.get("image_size") and vision.get("patch_size"):
-        extra["num_image_tokens"] = (vision["image_size"] // vision["patch_size"]) ** 2
-    if "vision_aspect_ratio" in config:
-        extra["vision_aspect_ratio"] = config["vision_aspect_ratio"]
-    return extra
+def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What config.json implies: the sizes of patches, where the vision tower cuts frames into them; and, where images have
+    tiles, their tokens and how features are chosen."""
+    vision, cuts, extra = config.get("vision_config") or {}, {}, {}
+    if "spatial_merge_size" in vision:
+        cuts = {name: vision.get(name) for name in ("patch_size", "temporal_patch_size")}
+        cuts["merge_size"] = vision["spatial_merge_size"]
+    if "vision_feature_select_strategy" in config:
+        names = ("vision_feature_select_strategy", "vision_aspect_ratio")
+        extra = {name: config[name] for name in names if name in config}
+        if vision.get("image_size") and vision.get("patch_size"):
+            extra["num_image_tokens"] = (vision["image_size"] // vision["patch_size"]) ** 2
+    return cuts, extra
 
 
 def _style_of(model_type: str) -> ProcessorStyle:

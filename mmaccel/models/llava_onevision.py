@@ -46,7 +46,7 @@ def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Map
 
 
 def tiled_shape(grid: Sequence[int], side: int, image: Sequence[int], most: int) -> tuple[int, int]:
-    """Rows and columns of the tokens of an image (height, width) cut into `grid` (down, across) tiles of `side` * `side` each,
+    """Rows and columns of the tokens of an image (height, width) cut into `grid` (down, across) tiles of `side` ** 2 each,
     without the padding, and made fewer where they are more than of `most` tiles. Each row has one newline token more."""
     height, width = image
     rows, columns = side * grid[0], side * grid[1]

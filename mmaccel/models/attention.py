@@ -47,11 +47,12 @@ def attention(
     """
     if not isinstance(attention_mask, ForwardPass | PackedPass):
         return _plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    weights, streams = None, isinstance(attention_mask, ForwardPass) and attention_mask.stream
+    streams = isinstance(attention_mask, ForwardPass) and attention_mask.stream
+    gives, weights = kwargs.get("output_attentions") and not streams, None
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
     asks = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    if torch.compiler.is_compiling() and attention_mask.ticket is not None and weights is None and not asks:
+    if torch.compiler.is_compiling() and attention_mask.ticket is not None and not gives and not asks:
         return layer_attend(attention_mask.ticket, layer, query, key, value, scale), None
     # Whoever plans and attends chooses the types: under autocast they come mixed, and are not to be changed on the way.
     mixed = torch.is_autocast_enabled(query.device.type)
@@ -60,7 +61,7 @@ def attention(
             out = OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = attention_mask.attend(layer, query, key, value, scale)
-        if kwargs.get("output_attentions") and not streams:
+        if gives:
             weights = weights_of(attention_mask, layer, query, key, value, scale)
     return out.transpose(1, 2).contiguous(), weights
 

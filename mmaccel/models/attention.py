@@ -124,8 +124,8 @@ def weights_of(
         return whole
     if run.state is not None:
         key = run.state.view(layer, query).key
-    rows, columns = query.shape[2], key.shape[2]
-    at = torch.arange(columns, device=query.device)
+    rows = query.shape[2]
+    at = torch.arange(key.shape[2], device=query.device)
     unseen = at > at[run.start : run.start + rows, None]
     if run.layout.padded:
         valid = run.layout.valid.to(query.device)

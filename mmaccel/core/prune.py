@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, UnknownName, shown, warn
+from mmaccel.core.errors import RecipeError, UnknownName, check_choice, shown, warn
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import Policy
@@ -207,8 +207,7 @@ def checked_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
     for name in pruner.needs:
         if name not in SIGNALS:
             raise UnknownName(f"signal in needs of {who}", str(name), SIGNALS)
-    if pruner.stage not in ("frames", "layer", "draft"):
-        raise RecipeError(f"{who}: stage is {pruner.stage!r}; give 'frames', 'layer' or 'draft'.")
+    check_choice(who, "stage", pruner.stage, ("frames", "layer", "draft"))
     layers = [stage.layer for stage in stages]
     if not layers or layers != sorted(set(layers)) or (pruner.stage != "layer" and len(layers) > 1):
         many = "one stage or more, by layer, ascending" if pruner.stage == "layer" else "one stage"

@@ -199,6 +199,7 @@ class Meter(Rounds):
     notes: list[str] = field(default_factory=list)
     sequences: list[SequenceMeter] = field(default_factory=list)
     generating: bool = False
+    """Whether a generation is under way; once it is over its figures stay until the next pass."""
 
     def clear(self) -> None:
         """Forget the last call."""
@@ -211,10 +212,6 @@ class Meter(Rounds):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self.started = time.perf_counter()
-
-    def end(self) -> None:
-        """The generation is over; its figures stay until the next pass."""
-        self.generating = False
 
     def enter(self, tokens: int, start: int) -> None:
         """A pass over `tokens` new columns from column `start` on: the prompt of a generation, or a pass by itself."""

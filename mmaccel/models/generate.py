@@ -159,7 +159,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     finally:
         # A model may be its own assistant, and be asked while it is at work.
         attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})
-        meter.end()
+        meter.generating = False
 
 
 def _sequences(attachment: Attachment, kwargs: Mapping[str, Any]) -> int:

@@ -102,9 +102,7 @@ def block_mask(part: Part, block_q: int, block_k: int, lead: tuple[int, int]) ->
     table = torch.cat([s.lists.table().expand(B, H, -1, -1) for s in spans], -1)
     lengths = torch.tensor([s.k_row.shape[-1] for s in spans], device=device)
     owner = torch.repeat_interleave(torch.arange(len(spans), device=device), lengths)
-    least, most = (
-        torch.tensor([getattr(s, end) for s in spans], device=device)[owner] for end in ("lo", "hi")
-    )
+    least, most = torch.tensor([(s.lo, s.hi) for s in spans], device=device)[owner].unbind(1)
     q_at = torch.stack([s.q_pos.expand(B, H, -1) for s in spans], 2).contiguous()
     k_at = torch.cat([s.k_pos.expand(B, H, -1) for s in spans], -1)
     q_has = (q_row >= 0).expand(B, H, -1).contiguous()
@@ -117,12 +115,11 @@ def block_mask(part: Part, block_q: int, block_k: int, lead: tuple[int, int]) ->
         tested = k_has[b, h, k] & ((flag == ABSENT) | inside)
         return (flag >= 0) & ((flag == FULL) | tested) & q_has[b, h, q]
 
-    some, full = table > FULL, table == FULL
+    listed: list[Tensor] = []
+    for chosen in (table > FULL, table == FULL):
+        listed += [chosen.sum(-1), (~chosen).to(torch.int8).argsort(dim=-1, stable=True)]
     mask: BlockMask = BlockMask.from_kv_blocks(
-        some.sum(-1, dtype=torch.int32),
-        (~some).to(torch.int8).argsort(dim=-1, stable=True).to(torch.int32),
-        full.sum(-1, dtype=torch.int32),
-        (~full).to(torch.int8).argsort(dim=-1, stable=True).to(torch.int32),
+        *(t.to(torch.int32) for t in listed),
         BLOCK_SIZE=(block_q, block_k),
         mask_mod=see,
         seq_lengths=(table.shape[2] * block_q, table.shape[3] * block_k),

@@ -75,9 +75,7 @@ class _Layout:
             none = torch.zeros((), device=k_row.device)
             bias = laid([none.expand_as(s.k_row) if s.bias is None else s.bias for s in spans])
         q_pos = torch.stack([s.q_pos.expand(B, heads, -1) for s in spans], 2)
-        lo, hi = (
-            torch.tensor(n, device=k_row.device) for n in ([s.lo for s in spans], [s.hi for s in spans])
-        )
+        lo, hi = torch.tensor([(s.lo, s.hi) for s in spans], device=k_row.device).unbind(1)
         return cls(k_row, k_pos, q_pos.reshape(lead, len(spans), M, -1), lo, hi, bias)
 
     def seen(self, head: Tensor, m: Tensor, blocks: Tensor, span: Tensor, kind: Tensor) -> Tensor:
@@ -148,11 +146,8 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     lse = torch.full((tasks, width), -torch.inf, dtype=high, device=query.device)
     for number, entries in enumerate(_in_turn(lists, widths, B, heads, M, padded)):
         high_rows = entries.tile * width
-        tiles, to, norms = (
-            asked.reshape(-1, high_rows, D),
-            out.view(-1, high_rows, out.shape[-1]),
-            lse.view(-1, high_rows),
-        )
+        tiles, norms = asked.reshape(-1, high_rows, D), lse.view(-1, high_rows)
+        to = out.view(-1, high_rows, out.shape[-1])
         for first, some, count in _batches(entries.offset.diff(), max(1, BUDGET // (high_rows * block_k))):
             blocks, span, kinds = entries.of(some, first, count)
             b_h, m = some * entries.tile // padded, some * entries.tile % padded
@@ -164,9 +159,8 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
             if bool(((blocks < 0) | (kinds != FULL)).any()):
                 seen = layout.seen(b_h, m, blocks, span, kinds).flatten(2)
             bias = None if layout.bias is None else layout.bias[b_h[:, None], blocks].flatten(1)
-            found, norm = _attended(
-                tiles[some].to(high), both[..., :D], both[..., D:], seen, bias, group, scale
-            )
+            keys, values = both.split([D, both.shape[-1] - D], -1)
+            found, norm = _attended(tiles[some].to(high), keys, values, seen, bias, group, scale)
             if not number and not first:
                 to[some], norms[some] = found, norm
                 continue
@@ -180,15 +174,11 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     present = (q_row >= 0)[:, :, None]
     lse = lse.view(B, heads, padded, group, block_q)[:, :, :M].transpose(2, 3).reshape(B, heads, group, P)
     lse = lse.masked_fill(~present, -torch.inf).reshape(B, H, P).contiguous()
-    out = (
-        out.view(B, heads, padded, group, block_q, -1)[:, :, :M]
-        .transpose(2, 3)
-        .reshape(B, heads, group, P, -1)
-    )
+    out = out.view(B, heads, padded, group, block_q, -1)[:, :, :M].transpose(2, 3)
+    out = out.reshape(B, heads, group, P, -1)
     out = out.masked_fill_(~present[..., None], 0.0).reshape(B, H, P, -1).contiguous()
-    return in_query_order(
-        out.to(query.dtype), lse, q_row[:, :, None].expand(B, heads, group, P).reshape(B, H, P), rows
-    )
+    row = q_row[:, :, None].expand(B, heads, group, P).reshape(B, H, P)
+    return in_query_order(out.to(query.dtype), lse, row, rows)
 
 
 op = define("block_attend", block_attend)

@@ -359,15 +359,10 @@ def takes_call(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tu
 
     @wraps(kernel)
     def unpacked(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        q_row: Tensor,
-        tensors: Any,
-        numbers: Any,
-        *rest: Any,
-        **how: Any,
+        query: Tensor, key: Tensor, value: Tensor, *packed: Any, **how: Any
     ) -> tuple[Tensor, Tensor]:
+        """`kernel` of the arguments of `BLOCK_ATTEND`: `packed` are q_row, tensors, numbers and what follows them."""
+        q_row, tensors, numbers, *rest = packed
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return kernel(Call(query, key, value, Part.unpack(q_row, tensors, numbers), *rest), **how)
 
@@ -387,6 +382,7 @@ def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     """
 
     def shape(query: Tensor, key: Tensor, value: Tensor, q_row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Empty results of the shapes that the arguments of `BLOCK_ATTEND` give; the last but one of them is `rows`."""
         return empty_output(query, value, q_row.shape[-1], rest[5] if len(rest) > 5 else 0)
 
     op = torch.library.custom_op(f"mmaccel::{name}", kernel, mutates_args=(), schema=BLOCK_ATTEND)

@@ -33,23 +33,15 @@ from mmaccel.backends.ops.decode import WINDOW
 from mmaccel.backends.triton.launch_args import lines
 from mmaccel.backends.triton.pointwise import rms_norm_kernel
 
-LEAST = 2
-"""Tiles of keys that a piece has at least: shorter ones cost more to merge than they save."""
-
+LEAST = 2  # tiles of keys that a piece has at least: shorter ones cost more to merge than they save
+# Programs of a multiprocessor at work together; with their loads under way memory is read at its rate.
 RESIDENT = 2
-"""Programs of a multiprocessor at work together; with their loads under way memory is read at its rate."""
-
-MERGED = 32
-"""Elements of a row that one program merges, all pieces at once."""
-
-HELD = 2048
-"""Parts of sums of squares that a program holds while it makes a product."""
-
+MERGED = 32  # elements of a row that one program merges, all pieces at once
+HELD = 2048  # parts of sums of squares that a program holds while it makes a product
+# Inputs at a time and steps of a product under way, the most first.
 UNDER_WAY = ((512, 4), (512, 3), (256, 4))
-"""Inputs at a time and steps of a product under way, the most first."""
-
+# Rows up to which small tiles of weights are read fastest; of more rows each tile is to serve more outputs.
 FEW = 16
-"""Rows up to which small tiles of weights are read fastest; of more rows each tile is to serve more outputs."""
 
 
 @triton.jit

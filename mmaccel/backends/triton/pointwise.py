@@ -1,4 +1,6 @@
-"""The kernels of `mmaccel.backends.ops.pointwise`: each row is read once and written once."""
+"""The kernels of `ops.pointwise`, and the functions that launch them, which take what the operators of their names take: each
+row is read once and written once.
+"""
 
 # mypy: ignore-errors
 
@@ -7,15 +9,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mmaccel.backends.triton.launch_args import lines
 
-PLACES = 16
-"""Places whose angles a program makes."""
-
-WORDS = 4096
-"""Elements that a program of `silu_times_kernel` looks at."""
+PLACES = 16  # places whose angles a program makes
+WORDS = 4096  # elements that a program of `silu_times_kernel` looks at
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -87,7 +85,8 @@ def angles_kernel(
     tl.store(SIN + at + HALF, sin, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x, weight, eps):
+    """See `ops.pointwise.rms_norm`: a program makes a row."""
     x = x.contiguous()
     out = torch.empty_like(x)
     E = x.shape[-1]
@@ -98,7 +97,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def silu_times_(gate: Tensor, up: Tensor) -> None:
+def silu_times_(gate, up):
+    """See `ops.pointwise.silu_times_`; raises `ValueError` unless both are contiguous."""
     if not (gate.is_contiguous() and up.is_contiguous()):
         raise ValueError("silu_times_: gate and up are to be contiguous")
     if gate.numel():
@@ -107,7 +107,8 @@ def silu_times_(gate: Tensor, up: Tensor) -> None:
         )
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def rotate_(x, cos, sin):
+    """See `ops.pointwise.rotate_`; raises `ValueError` unless the last dimension of `x` is dense."""
     B, H, n, D = x.shape
     if x.stride(-1) != 1:
         raise ValueError("rotate_: the numbers of a head are to lie side by side")
@@ -120,7 +121,8 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         )  # fmt: skip
 
 
-def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def angles(places, pace, scale, dtype):
+    """See `ops.pointwise.angles`: a program makes `PLACES` rows of both."""
     n, half = len(places), len(pace)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=places.device)
     if n:

@@ -14,23 +14,12 @@ import triton.language as tl
 
 from mmaccel.backends.ops.clusters import grain_of
 
-CLUSTERS = 8
-"""Clusters of a program."""
-
-OTHERS = 512
-"""Clusters that they are compared with at a time."""
-
-ENTRIES = 2048
-"""Entries that are looked at together."""
-
-COLUMNS = 64
-"""Columns of a program."""
-
-WORDS = 16
-"""Rows that are read together."""
-
-FORETOLD = 256
-"""Entries of a program."""
+CLUSTERS = 8  # clusters of a program
+OTHERS = 512  # clusters that they are compared with at a time
+ENTRIES = 2048  # entries that are looked at together
+COLUMNS = 64  # columns of a program
+WORDS = 16  # rows that are read together
+FORETOLD = 256  # entries of a program
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)
 
@@ -38,8 +27,8 @@ PROGRAMS = 32
 """Programs that gather units. The wire is full with a few hundred kilobytes under way; more would take the device from the
 layer that computes while the next one's units arrive: see "Host memory and streams" in docs/speed.md."""
 
+# Words that such a program has under way at once: of up to eight bytes, whatever the type of what is gathered.
 UNDER_WAY = 4096
-"""Words that such a program has under way at once: of up to eight bytes, whatever the type of what is gathered."""
 
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

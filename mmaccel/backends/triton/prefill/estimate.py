@@ -19,32 +19,17 @@ import triton.language as tl
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.triton.launch_args import lines
 
-SPLITS = 64
-"""Most pieces into which the keys are cut, in the first pass."""
-
-LEAST_PIECE = 1024
-"""Keys of a piece, at least."""
-
-LINES = 64
-"""Columns and diagonals of a program; gathers of longer rows spill registers."""
-
-BEYOND = tl.constexpr(2**31 - 1)
-"""No place is as far."""
-
-KEYS = 64
-"""Keys of a tile: sums over the queries are kept for each of them, in registers."""
-
+SPLITS = 64  # most pieces into which the keys are cut, in the first pass
+LEAST_PIECE = 1024  # keys of a piece, at least
+LINES = 64  # columns and diagonals of a program; gathers of longer rows spill registers
+BEYOND = tl.constexpr(2**31 - 1)  # no place is as far
+KEYS = 64  # keys of a tile: sums over the queries are kept for each of them, in registers
+# Depth of the pipeline of loads: places come before the keys that lie there, and with 4 no key comes ahead of its tile.
 STAGES = 5
-"""Depth of the pipeline of loads: places come before the keys that lie there, and with 4 no key comes ahead of its tile."""
-
+# Keys of a class that are looked at together to find how many every query sees.
 COUNTED = tl.constexpr(1024)
-"""Keys of a class that are looked at together to find how many every query sees."""
-
-PHASES = 32
-"""Classes of a stride that a program looks at together."""
-
-MEMBERS = 64
-"""Members of each of these classes that it looks at together."""
+PHASES = 32  # classes of a stride that a program looks at together
+MEMBERS = 64  # members of each of these classes that it looks at together
 
 
 @triton.jit

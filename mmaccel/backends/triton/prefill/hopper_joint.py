@@ -32,14 +32,10 @@ from mmaccel.backends.triton.prefill.hopper import (
     told,
 )
 
-MOST = gl.constexpr(4)
-"""Lists that a tile can hold; one group more than there are registers for."""
-
+MOST = gl.constexpr(4)  # lists that a tile can hold; one group more than there are registers for
+# In the word of a step, bit i says that group i computes it, and bit i + TESTED that it tests it.
 TESTED = gl.constexpr(4)
-"""In the word of a step, bit i says that group i computes it, and bit i + TESTED that it tests it."""
-
-SPAN = gl.constexpr(8)
-"""Above these bits stands the number of the span; a word of -1 is the end."""
+SPAN = gl.constexpr(8)  # above these bits stands the number of the span; a word of -1 is the end
 
 
 @gluon.jit

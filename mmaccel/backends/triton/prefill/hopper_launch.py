@@ -28,31 +28,17 @@ from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.kernel import LEAST_CHUNK, Work, merge_kernel, places_on, split_outputs
 from mmaccel.backends.triton.prefill.lists import unsure
 
-BOX = 64
-"""Keys of a block of the copy engine."""
-
-FAR = 2**31 - 1
-"""The place of what is not there."""
-
-ROWS = 128
-"""Rows of a tile."""
+BOX = 64  # keys of a block of the copy engine
+FAR = 2**31 - 1  # the place of what is not there
+ROWS = 128  # rows of a tile
 
 STAGES = 2
 
-JOINT = 3
-"""Neighbouring query blocks of a tile of `hopper_joint`."""
-
-PLACES = {2: 6, 3: 5}
-"""Places of its ring of key blocks, as many as fit shared memory."""
-
-LAG = 3
-"""Steps for which its groups go on without giving free the values of their last block."""
-
-SHARE = 8
-"""Copies of keys and values take 1 / SHARE of the device's memory at the most."""
-
-HALF = 29
-"""Bits of each of the two numbers in which one is told to the kernel."""
+JOINT = 3  # neighbouring query blocks of a tile of `hopper_joint`
+PLACES = {2: 6, 3: 5}  # places of its ring of key blocks, as many as fit shared memory
+LAG = 3  # steps for which its groups go on without giving free the values of their last block
+SHARE = 8  # copies of keys and values take 1 / SHARE of the device's memory at the most
+HALF = 29  # bits of each of the two numbers in which one is told to the kernel
 
 
 @triton.jit(do_not_specialize=["home", "blocks", "heads", "keys"])

@@ -27,23 +27,14 @@ from mmaccel.backends.triton.launch_args import decode_int, encode_ints, lines
 
 FULL, TEST = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.TEST)
 
+# Spans walked in one loop. Each costs a few scalar instructions a step; a loop of its own would empty the pipeline.
 TOGETHER = tl.constexpr(4)
-"""Spans walked in one loop. Each costs a few scalar instructions a step; a loop of its own would empty the pipeline."""
-
-LEAST_CHUNK = 32
-"""Listed blocks under which splitting a row costs more than it evens out."""
-
+LEAST_CHUNK = 32  # listed blocks under which splitting a row costs more than it evens out
+# A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all.
 WAVES = 8
-"""A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all."""
-
-MOST_PIECES = 64
-"""Pieces that a row is split into at the most."""
-
-FEW, MANY = 1024, 8192
-"""Rows that a program of `work_kernel` looks at together: of few rows, and of more."""
-
-ALIGNED = 4
-"""Numbers of 32 bits to whose multiples tables begin."""
+MOST_PIECES = 64  # pieces that a row is split into at the most
+FEW, MANY = 1024, 8192  # rows that a program of `work_kernel` looks at together: of few rows, and of more
+ALIGNED = 4  # numbers of 32 bits to whose multiples tables begin
 
 
 @triton.jit

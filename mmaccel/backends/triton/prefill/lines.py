@@ -17,29 +17,14 @@ from mmaccel.backends.ops import block_attend
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
-TILE = 4096
-"""Scores that a program looks at together."""
-
-PIECES = 64
-"""Most pieces into which the scores of a head are cut."""
-
-DIGITS = 3
-"""Digits of a score that is not negative: eleven bits, ten and ten."""
-
-BINS = tl.constexpr(2048)
-"""Values of a digit, at most."""
-
-STEPS = 1024
-"""Steps to earlier key blocks that a program looks at together."""
-
-ROWS = 256
-"""Blocks of queries, or of keys, that a program serves."""
-
-MARKED = 1024
-"""Columns, or diagonals, of a head that a program marks."""
-
-TURNED = 1024
-"""Rows that a program of `turned_kernel` places."""
+TILE = 4096  # scores that a program looks at together
+PIECES = 64  # most pieces into which the scores of a head are cut
+DIGITS = 3  # digits of a score that is not negative: eleven bits, ten and ten
+BINS = tl.constexpr(2048)  # values of a digit, at most
+STEPS = 1024  # steps to earlier key blocks that a program looks at together
+ROWS = 256  # blocks of queries, or of keys, that a program serves
+MARKED = 1024  # columns, or diagonals, of a head that a program marks
+TURNED = 1024  # rows that a program of `turned_kernel` places
 
 
 @triton.jit

@@ -25,17 +25,10 @@ WIDTH, ROW = tl.constexpr(len(FIELDS)), tl.constexpr(block_lists.ROW)
 
 BEYOND = tl.constexpr(block_lists.BEYOND)
 
-NEVER = tl.constexpr(1 << 62)
-"""Beyond every block."""
-
-TOKENS = 1024
-"""Tokens that a program looks at together."""
-
-STEP = 1024
-"""Blocks, or entries of a list, that a program looks at together."""
-
-SEARCHED = 128
-"""Blocks of queries that a program finds the runs of, one a thread."""
+NEVER = tl.constexpr(1 << 62)  # beyond every block
+TOKENS = 1024  # tokens that a program looks at together
+STEP = 1024  # blocks, or entries of a list, that a program looks at together
+SEARCHED = 128  # blocks of queries that a program finds the runs of, one a thread
 
 STRIDES = ("row_b", "row_h", "place_b", "place_h")
 

@@ -21,9 +21,7 @@ def fusible(x: Tensor, *rest: object) -> bool:
 
 
 @operator(
-    "pointwise",
-    serves=fusible,
-    fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "pointwise", serves=fusible, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., E]: the rows of x over their root mean square in float32, rounded, times weight [E]."""

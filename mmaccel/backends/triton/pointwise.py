@@ -1,5 +1,6 @@
-"""The kernels of `ops.pointwise`, and the functions that launch them, which take what the operators of their names take: each
-row is read once and written once.
+"""The kernels of `ops.pointwise`, and the functions that launch them, which take what the operators of their names take.
+
+Each row is read once and written once.
 """
 
 # mypy: ignore-errors

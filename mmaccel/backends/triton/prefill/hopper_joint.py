@@ -21,16 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mmaccel.backends.triton.prefill.hopper import (
-    FAR,
-    WIDTH,
-    bring,
-    finish,
-    partly,
-    rows_of,
-    together,
-    told,
-)
+from mmaccel.backends.triton.prefill.hopper import FAR, WIDTH, bring, finish, partly, rows_of, together, told
 
 MOST = gl.constexpr(4)  # lists that a tile can hold; one group more than there are registers for
 # In the word of a step, bit i says that group i computes it, and bit i + TESTED that it tests it.

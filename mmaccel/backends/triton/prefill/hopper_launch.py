@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import KeySpan
+from mmaccel.backends.ops.block_lists import broad
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.kernel import LEAST_CHUNK, Work, merge_kernel, places_on, split_outputs
 from mmaccel.backends.triton.prefill.lists import unsure
@@ -113,37 +114,29 @@ class Homes:
     """Where a span's keys are.
 
     home    for each span [b, x, blocks of 64] int32, x the groups where all heads share its keys, or else the heads (1 for
-            what stands in the order of the tensor): the row
-            in the tensor, or -2 - the slot among the copies, or -1 for none
+            what stands in the order of the tensor): the row in the tensor, or -2 - the slot among the copies, or -1 for none
     place   the places of its keys, FAR for absent ones
     keys, values    copies [slots, 64, D]
     short   [] int32, how many blocks have no home; None where there is a slot for every block
     """
 
-    home: tuple[Tensor, ...]
-    place: tuple[Tensor, ...]
+    home: Sequence[Tensor]
+    place: Sequence[Tensor]
     keys: Tensor
     values: Tensor
     short: Tensor | None
 
     @classmethod
     def of(
-        cls,
-        key: Tensor,
-        value: Tensor,
-        spans: Sequence[KeySpan],
-        heads: int,
-        most: int | None = None,
+        cls, key: Tensor, value: Tensor, spans: Sequence[KeySpan], heads: int, most: int | None = None
     ) -> Homes:
         """For keys and values [B, G, S, D] and spans of `heads` heads; copies of at most `most` bytes, or as much as there
         is, by default of a share of the device's memory."""
         most = operators.resources(key.device).memory // SHARE if most is None else most
-        B, G, S, D = key.shape
-        device = key.device
-        k_row = [span.k_row for span in spans]
+        (B, G, S, D), device = key.shape, key.device
         # What is in the order of the tensor is where it is.
         natural = [s.k_row.shape[2] <= S and s.ordered == s.k_row.shape[2] for s in spans]
-        apart = [r for r, there in zip(k_row, natural, strict=True) if not there]
+        apart = [s.k_row for s, there in zip(spans, natural, strict=True) if not there]
         shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in apart]
         sizes = [b * x * n for b, x, n in shapes]
         flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
@@ -163,17 +156,15 @@ class Homes:
                 GROUP=heads // G, SHARED=r.shape[1] == 1, BOX=BOX, D=D, num_warps=8,
             )  # fmt: skip
         short = (upto[-1] - capacity).clamp(min=0) if capacity < len(flat) else None
-        found = iter(home)
-        every = [
-            torch.arange(0, r.shape[2], BOX, dtype=torch.int32, device=device)[None, None]
-            if there
-            else next(found)
-            for r, there in zip(k_row, natural, strict=True)
-        ]
-        place = tuple(
-            s.k_pos if there else _beyond(s.k_row, s.k_pos) for s, there in zip(spans, natural, strict=True)
-        )
-        return cls(tuple(every), place, keys, values, short)
+        found, homes, places = iter(home), [], []
+        for s, there in zip(spans, natural, strict=True):
+            if there:
+                begin = torch.arange(0, s.k_row.shape[2], BOX, dtype=torch.int32, device=device)
+                homes.append(begin[None, None])
+            else:
+                homes.append(next(found))
+            places.append(s.k_pos if there else _beyond(s.k_row, s.k_pos))
+        return cls(homes, places, keys, values, short)
 
 
 def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
@@ -188,7 +179,7 @@ def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
 
 
 def _beyond(row: Tensor, place: Tensor) -> Tensor:
-    b, h = (max(t.shape[i] for t in (row, place)) for i in (0, 1))
+    b, h = broad(row, place)
     out = torch.empty(b, h, row.shape[2], dtype=torch.int32, device=row.device)
     grid = (triton.cdiv(row.shape[2], 1024), h, b)
     place_kernel[grid](

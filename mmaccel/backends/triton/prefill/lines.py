@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from mmaccel.backends.ops import block_attend
+from mmaccel.backends.ops.lines import class_shapes
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
@@ -408,20 +409,13 @@ def turned_classes(order, phases, room, wide, columns, rows):
     (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     _, B, P = queries.shape
     N, H = keys.shape[2], line.shape[1]
-    kind = torch.int64 if wide else torch.int32
-
-    def empty(n, dtype=torch.int32):
-        return torch.empty(B, H, n, dtype=dtype, device=keys.device)
-
-    out = [empty(P), empty(P, kind)]
-    of_line = [empty(P, kind), empty(columns), empty(columns, kind)] if columns else []
-    of_dense = [empty(rows), empty(rows)] if rows else []
-    at_line, line_row, line_place = of_line or (out[1], out[0], out[1])
-    dense_row, dense_at = of_dense or (out[0], out[0])
+    row, slash_at, *more = out = class_shapes(order, phases, wide, columns, rows)
+    at_line, line_row, line_place = more[:3] if columns else (slash_at, row, slash_at)
+    dense_row, dense_at = more[-2:] if rows else (row, row)
     turned_kernel[(triton.cdiv(max(P, columns, rows), TURNED), B * H)](
         *queries.unbind(0), q_begin, keys[0], keys[1], k_begin, stride, line, shift, dense,
-        out[0], out[1], at_line, line_row, line_place, dense_row, dense_at,
+        row, slash_at, at_line, line_row, line_place, dense_row, dense_at,
         P, N, columns, rows, k_begin.shape[1] - 1, H, room, room.bit_length(),
         VERTICAL=columns > 0, HORIZONTAL=rows > 0, TILE=TURNED,
     )  # fmt: skip
-    return out + of_line + of_dense
+    return out

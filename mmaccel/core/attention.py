@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import select
-from mmaccel.backends.ops.decode import decode_attend
 from mmaccel.backends.ops.dense_attend import dense_attend
+from mmaccel.backends.ops.layer_ops import decode_attend
 from mmaccel.core.adapter import Branches
 from mmaccel.core.errors import warn
 from mmaccel.core.kv import KVView

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.decode import WINDOW
+from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError

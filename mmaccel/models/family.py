@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops import pointwise
+from mmaccel.backends.ops import layer_ops
 from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_of, unwrapped
 from mmaccel.core.attach import Accelerated, ModelFamily, StreamAdapter
 from mmaccel.core.errors import ModelError
@@ -324,7 +324,7 @@ class Family(ModelFamily):
         plain = type(rotary).__name__ in self.plain_rotary and getattr(rotary, "rope_type", None) == "default"
         if plain and positions.ndim == 1:
             pace = rotary.inv_freq.to(positions.device, torch.float32)
-            cos, sin = pointwise.angles(positions, pace, rotary.attention_scaling, dtype)
+            cos, sin = layer_ops.angles(positions, pace, rotary.attention_scaling, dtype)
             return cos[None, None], sin[None, None]
         like = torch.empty(0, dtype=dtype, device=positions.device)
         # Past the module's hooks, for a hook of a stream gives no rotation.
@@ -335,8 +335,8 @@ class Family(ModelFamily):
         return rotated(x, *angles)
 
     def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        if pointwise.fusible(x):
-            pointwise.rotate_(x, *(angle[:, 0] for angle in angles))
+        if layer_ops.fusible(x):
+            layer_ops.rotate_(x, *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.turn(x, angles))
 

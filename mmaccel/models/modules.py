@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from mmaccel.backends.ops import pointwise
+from mmaccel.backends.ops import layer_ops
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.prompt_layout import by_name
@@ -119,11 +119,11 @@ def _turned(
 ) -> Any:
     one = cos.shape == sin.shape and cos.dtype == sin.dtype == query.dtype == key.dtype
     fits = one and cos.shape[1:] == query.shape[2:] and cos.shape[0] in (1, query.shape[0])
-    fits = fits and pointwise.fusible(query)
+    fits = fits and layer_ops.fusible(query)
     if args or kwargs or not fits or torch.is_grad_enabled():
         return whole(query, key, cos, sin, *args, **kwargs)
-    pointwise.rotate_(query, cos, sin)
-    pointwise.rotate_(key, cos, sin)
+    layer_ops.rotate_(query, cos, sin)
+    layer_ops.rotate_(key, cos, sin)
     return query, key
 
 
@@ -151,18 +151,18 @@ def normed(module: Any, hidden: Tensor, family: Any) -> Tensor:
 
 def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """What the norm `module` makes of `hidden`, by one kernel where there is one; else by its own forward, `whole`."""
-    fits = module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)
+    fits = module.weight.dtype == hidden.dtype and layer_ops.fusible(hidden)
     if not fits or _wants_gradients(hidden, module.weight):
         return whole(hidden)
-    return pointwise.rms_norm(hidden, module.weight, module.variance_epsilon)
+    return layer_ops.rms_norm(hidden, module.weight, module.variance_epsilon)
 
 
 def gated(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """What the gated block `module` makes of `hidden`, its gate by one kernel where there is one; else by its `whole`."""
-    if not pointwise.fusible(hidden) or torch.is_grad_enabled():
+    if not layer_ops.fusible(hidden) or torch.is_grad_enabled():
         return whole(hidden)
     gate = module.gate_proj(hidden)
-    pointwise.silu_times_(gate, module.up_proj(hidden))
+    layer_ops.silu_times_(gate, module.up_proj(hidden))
     return module.down_proj(gate)
 
 
@@ -249,13 +249,13 @@ def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:
 
 def _filled(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """[..., E]: the output of the feed-forward block for `hidden` [..., E]."""
-    fits = pointwise.fusible(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    fits = layer_ops.fusible(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     weights = filled.weights(hidden) if fits else None
     if weights is None:
         return gated(filled.module, whole, hidden)
     gate, up, down, gate_bias, up_bias, down_bias = weights
     wide = linear(hidden, gate, gate_bias)
-    pointwise.silu_times_(wide, linear(hidden, up, up_bias))
+    layer_ops.silu_times_(wide, linear(hidden, up, up_bias))
     return linear(wide, down, down_bias)
 
 
@@ -302,8 +302,8 @@ def _is_plain(part: Any) -> bool:
 def _turned_rows(whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """Queries and keys [rows, H, D] turned in place by angles [rows, D], in float32 as the tower does."""
     fits = cos.dtype == sin.dtype == torch.float32 and query.dtype == key.dtype and cos.shape == sin.shape
-    if not fits or not pointwise.fusible(query) or torch.is_grad_enabled():
+    if not fits or not layer_ops.fusible(query) or torch.is_grad_enabled():
         return whole(query, key, cos, sin)
     for one in (query, key):
-        pointwise.rotate_(one.transpose(0, 1)[None], cos[None], sin[None])
+        layer_ops.rotate_(one.transpose(0, 1)[None], cos[None], sin[None])
     return query, key

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.decode import WINDOW, decode_attend, enter_rows, pass_rows, project_rows, turn_rows
+from mmaccel.backends.ops import layer_ops
 from mmaccel.core.adapter import home_of
 from mmaccel.core.attention import ForwardPass
 from mmaccel.core.kv import CacheSlot, StreamState
@@ -55,7 +55,7 @@ class LayerStep:
         self.follows = follows
         self.qkv, self.out = weights(own.q_proj, own.k_proj, own.v_proj), weights(own.o_proj)
         self.gate_up, self.down = weights(mlp.gate_proj, mlp.up_proj), weights(mlp.down_proj)
-        self.line = torch.arange(WINDOW, device=self.before.weight.device)[None]
+        self.line = torch.arange(layer_ops.WINDOW, device=self.before.weight.device)[None]
 
     def __call__(
         self,
@@ -79,11 +79,11 @@ class LayerStep:
         if qkv is None:
             rows, gain, squares = _normed_by(x, self.before)
             eps = self.before.variance_epsilon
-            query = enter_rows(rows, *self.qkv, gain, squares, eps, rope, columns, key, value)
+            query = layer_ops.enter_rows(rows, *self.qkv, gain, squares, eps, rope, columns, key, value)
         else:
             rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
-            query = turn_rows(rows, rope[0], rope[1], line, columns, key, value)
-        out = decode_attend(query, key, value, columns, key.shape[-1] ** -0.5, sees, bias)
+            query = layer_ops.turn_rows(rows, rope[0], rope[1], line, columns, key, value)
+        out = layer_ops.decode_attend(query, key, value, columns, key.shape[-1] ** -0.5, sees, bias)
         return self.finish(x, out.transpose(1, 2).reshape(columns.numel(), -1)), query
 
     def project(self, x: Rows) -> Tensor:
@@ -110,7 +110,7 @@ def weights(*linear: nn.Linear) -> Weights:
 def project(x: Rows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
     """`project_rows` of the normed rows."""
     rows, gain, squares = _normed_by(x, norm)
-    return project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)
+    return layer_ops.project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)
 
 
 def _normed_by(x: Rows, norm: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -122,8 +122,8 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
     """`residual` and rows x through a product; ready for `norm`, if one follows."""
     # In float16 the rows times the gain, not normed yet, might be too large.
     if norm is None or x.dtype == torch.float16:
-        return Rows(project_rows(x, by[0], by[1], None, 0.0, residual))
-    return Rows(*pass_rows(x, by[0][0], by[1], residual, norm.weight))
+        return Rows(layer_ops.project_rows(x, by[0], by[1], None, 0.0, residual))
+    return Rows(*layer_ops.pass_rows(x, by[0][0], by[1], residual, norm.weight))
 
 
 def known(layers: Iterable[Any], activation: str, family: Any) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.decode import WINDOW, decode_attend, enter_rows, project_rows, turn_rows
+from mmaccel.backends.ops.layer_ops import WINDOW, decode_attend, enter_rows, project_rows, turn_rows
 from mmaccel.backends.triton import decode
 
 from .oracle import budget

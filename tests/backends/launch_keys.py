@@ -24,10 +24,10 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends import triton as backend
-from mmaccel.backends.ops import block_lists, lines, pointwise
+from mmaccel.backends.ops import block_lists, layer_ops, lines
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.decode import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
-from mmaccel.backends.ops.estimate import reduces
+from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
+from mmaccel.backends.ops.lines import reduces
 from mmaccel.backends.triton.prefill import estimate, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.core.kv import grow_buffer
@@ -186,7 +186,7 @@ def prefill(tokens: int, sparse: dict[str, Any], buffered: bool = False, batch: 
         key, value = (grow_buffer(None, 2, tokens, like=t)[:, :, :tokens] for t in (key, value))
     layout = layout_of(tokens, batch)
     angles = torch.zeros(1, tokens, SIZE, dtype=torch.bfloat16)
-    pointwise.rotate_(query, angles, angles)
+    layer_ops.rotate_(query, angles, angles)
     plan = Recipe.load(sparse=sparse).sparse.at(0).plan(query, key, layout, layout)
     assert plan is not None
     attend_plan(plan, query, key, value, SIZE**-0.5, backend.op)
@@ -195,8 +195,8 @@ def prefill(tokens: int, sparse: dict[str, Any], buffered: bool = False, batch: 
 def rows_alone(tokens: int) -> None:
     """What a layer does to each row alone."""
     x = torch.zeros(1, tokens, HIDDEN, dtype=torch.bfloat16)
-    pointwise.rms_norm(x, x[0, 0], 1e-6)
-    pointwise.silu_times_(x, x.clone())
+    layer_ops.rms_norm(x, x[0, 0], 1e-6)
+    layer_ops.silu_times_(x, x.clone())
 
 
 def decoded(tokens: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmaccel.backends.ops import operator
-from mmaccel.backends.ops.decode import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
+from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
 
 from .test_triton import run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.backends.ops.decode import decode_attend
+from mmaccel.backends.ops.layer_ops import decode_attend
 
 from .decode_cases import *  # noqa: F403 - every case runs here as well
 from .decode_cases import check, drawn

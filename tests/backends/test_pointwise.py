@@ -7,31 +7,31 @@ import os
 import pytest
 import torch
 
-from mmaccel.backends.ops import pointwise
+from mmaccel.backends.ops import layer_ops
 
 from .test_triton import run
 
 
 def test_the_operators_keep_their_contracts() -> None:
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
-    torch.library.opcheck(pointwise.rms_norm.op, (x, weight, 1e-5))
-    torch.library.opcheck(pointwise.silu_times_.op, (x.clone(), x))
-    torch.library.opcheck(pointwise.rotate_.op, (torch.randn(2, 4, 3, 8), x, x))
+    torch.library.opcheck(layer_ops.rms_norm.op, (x, weight, 1e-5))
+    torch.library.opcheck(layer_ops.silu_times_.op, (x.clone(), x))
+    torch.library.opcheck(layer_ops.rotate_.op, (torch.randn(2, 4, 3, 8), x, x))
 
 
 def test_the_plain_forms() -> None:
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
     torch.testing.assert_close(
-        pointwise.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
+        layer_ops.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
     )
     gate = x.clone()
-    pointwise.silu_times_(gate, 2 * x)
+    layer_ops.silu_times_(gate, 2 * x)
     torch.testing.assert_close(gate, 2 * x * x * x.sigmoid())
     q = torch.randn(2, 4, 3, 8)
     angle = torch.cat([x[..., :4]] * 2, -1)
     numbers = torch.view_as_complex(torch.stack([q[..., :4], q[..., 4:]], -1))
     wanted = torch.view_as_real(numbers * torch.polar(torch.ones(2, 1, 3, 4), x[:, None, :, :4]))
-    pointwise.rotate_(q, angle.cos(), angle.sin())
+    layer_ops.rotate_(q, angle.cos(), angle.sin())
     torch.testing.assert_close(q, torch.cat([wanted[..., 0], wanted[..., 1]], -1))
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mmaccel.backends.ops import pointwise
+from mmaccel.backends.ops import layer_ops
 from mmaccel.core.attach import adapter_for
 from tests.models.streams import pair
 
@@ -20,7 +20,7 @@ def test_as_the_module_makes_them(name: str, dtype: torch.dtype) -> None:
     family: Any = adapter_for(model)
     places = torch.tensor([0, 1, 7, 900, 352_800])
     positions = places.expand(3, -1) if family.mrope else places
-    with mock.patch.object(pointwise, "angles", wraps=pointwise.angles) as made:
+    with mock.patch.object(layer_ops, "angles", wraps=layer_ops.angles) as made:
         found = family.angles(model, positions, dtype)
     assert made.called != family.mrope
     cos, sin = family.rotary(model)(torch.empty(0, dtype=dtype), positions[..., None, :])
@@ -34,7 +34,7 @@ def test_stretched_angles_are_the_module_s_own() -> None:
     rotary = family.rotary(model)
     with (
         mock.patch.object(rotary, "rope_type", "dynamic"),
-        mock.patch.object(pointwise, "angles", side_effect=AssertionError),
+        mock.patch.object(layer_ops, "angles", side_effect=AssertionError),
         mock.patch.object(rotary, "forward", side_effect=lambda x, at: (at.float(), -at.float())) as own,
     ):
         family.angles(model, torch.arange(4), torch.float32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.backends.ops import pointwise
+from mmaccel.backends.ops import layer_ops
 from tests.models.tiny_random import BUILD, prompt
 
 
@@ -20,7 +20,7 @@ def test_a_model_says_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     calls: dict[str, int] = {}
 
     def counted(name: str):
-        op = getattr(pointwise, name)
+        op = getattr(layer_ops, name)
 
         def call(*args):
             calls[name] = calls.get(name, 0) + 1
@@ -29,8 +29,8 @@ def test_a_model_says_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> 
         return call
 
     for name in ("rms_norm", "silu_times_", "rotate_"):
-        monkeypatch.setattr(pointwise, name, counted(name))
-    monkeypatch.setattr(pointwise, "fusible", lambda x: True)
+        monkeypatch.setattr(layer_ops, name, counted(name))
+    monkeypatch.setattr(layer_ops, "fusible", lambda x: True)
     attention = model.model.language_model.layers[0].self_attn
     with mmaccel.accelerate(model, "dense"):
         with torch.no_grad():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import mmaccel
-from mmaccel.backends.ops import pointwise
+from mmaccel.backends.ops import layer_ops
 from mmaccel.models import modules
 from tests.models.test_vision_windows import pixels_of
 from tests.models.tiny_random import prompt, qwen
@@ -39,7 +39,7 @@ def model() -> Any:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators in their plain form, in the place of the modules' own steps."""
-    monkeypatch.setattr(pointwise, "fusible", lambda x: True)
+    monkeypatch.setattr(layer_ops, "fusible", lambda x: True)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_each_step_is_one_kernel(model: Any, fused: None, monkeypatch: pytest.Mo
     calls: dict[str, int] = {}
 
     def counted(name: str) -> Any:
-        op = getattr(pointwise, name)
+        op = getattr(layer_ops, name)
 
         def call(*args: Any) -> Any:
             calls[name] = calls.get(name, 0) + 1
@@ -93,7 +93,7 @@ def test_each_step_is_one_kernel(model: Any, fused: None, monkeypatch: pytest.Mo
         return call
 
     for name in ("rms_norm", "silu_times_", "rotate_"):
-        monkeypatch.setattr(pointwise, name, counted(name))
+        monkeypatch.setattr(layer_ops, name, counted(name))
     with mmaccel.accelerate(model, "dense"):
         encoded(model)
         # Two blocks, and the norm of the merger.

@@ -41,20 +41,13 @@ from mmaccel.backends.ops.block_attend import (
 )
 from mmaccel.core.errors import RecipeError
 
-LEAST = 64
-"""The smallest edge of a tile."""
-
-SIZES = (64, 80, 96, 128)
-"""Head sizes that are served."""
-
+LEAST = 64  # the smallest edge of a tile
+SIZES = (64, 80, 96, 128)  # head sizes that are served
+# Pairs of blocks whose table is held at a time, about 30 bytes each while it is made, 8 after: heads go in turns.
 ROOM = 1 << 26
-"""Pairs of blocks whose table is held at a time, about 30 bytes each while it is made, 8 after: heads go in turns."""
-
-KEPT = 1 << 24
-"""Most pairs of tiles whose table is kept for the next layer, 8 bytes each."""
-
+KEPT = 1 << 24  # most pairs of tiles whose table is kept for the next layer, 8 bytes each
+# Pairs of blocks of one head and all sequences beyond which nothing is made: a million tokens in blocks of 64.
 MOST = 1 << 28
-"""Pairs of blocks of one head and all sequences beyond which nothing is made: a million tokens in blocks of 64."""
 
 
 class Setup(NamedTuple):

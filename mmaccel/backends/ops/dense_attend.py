@@ -24,14 +24,9 @@ from mmaccel.backends import flash
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import operator
 
-ROWS = 256
-"""Query rows of a block where a mask has to be written out."""
-
-FEW = 16
-"""Fewer rows than this are taken together for the heads of a group on a CPU."""
-
-MASK = 1 << 26
-"""Most entries of such a mask, the heads of a group counted."""
+ROWS = 256  # query rows of a block where a mask has to be written out
+FEW = 16  # fewer rows than this are taken together for the heads of a group on a CPU
+MASK = 1 << 26  # most entries of such a mask, the heads of a group counted
 
 FASTEST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -41,17 +36,12 @@ FASTEST = [
 ]
 """Kernels for square causal attention on CUDA, in the order in which they are tried."""
 
+# Query rows from which flash-attn 4 is taken where it is installed: once a shape it compiles for some seconds.
 FLASH_FROM = 1 << 14
-"""Query rows from which flash-attn 4 is taken where it is installed: once a shape it compiles for some seconds."""
-
+# Query rows from which flash-attn is taken: 3 and 2 do not split the keys of a few rows over the device.
 OLDER_FROM = 128
-"""Query rows from which flash-attn is taken: 3 and 2 do not split the keys of a few rows over the device."""
-
-FLASH_SIZES = (64, 96, 128)
-"""Head sizes that flash-attn 4 serves."""
-
-OLDER_LARGEST = 256
-"""The largest head size that 3 and 2 serve, in steps of 8."""
+FLASH_SIZES = (64, 96, 128)  # head sizes that flash-attn 4 serves
+OLDER_LARGEST = 256  # the largest head size that 3 and 2 serve, in steps of 8
 
 
 class FlashAttn(NamedTuple):

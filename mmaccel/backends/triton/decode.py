@@ -1,4 +1,4 @@
-"""The kernels of a decode step (`ops.decode`), and the functions that launch them, which take what the operators of their
+"""The kernels of a decode step (`ops.layer_ops`), and the functions that launch them, which take what the operators of their
 names take.
 
 Attention reads the cache once, by the whole device, as flash-decoding does (Dao et al. 2023): the columns of each sequence
@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.decode import WINDOW
+from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.backends.triton.launch_args import lines
 from mmaccel.backends.triton.pointwise import rms_norm_kernel
 
@@ -145,7 +145,7 @@ def merge_kernel(
 
 
 def decode_attend(query, key, value, columns, scale, sees=None, bias=None, *, splits=None, block_n=None):
-    """See `ops.decode.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys."""
+    """See `ops.layer_ops.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
@@ -239,7 +239,7 @@ def project_kernel(
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.decode`.
+    """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.layer_ops`.
 
     EVEN: blocks divide the outputs. PARTS: of how many the sums of squares of `x` are made, 0 where it is not to be normed.
     AHEAD: what the norm after this needs is written, too; see `pass_rows`. BLOCKS: how many programs there are.
@@ -345,8 +345,8 @@ def project_rows(
     x, weight, bias=(), gain=None, eps=0.0, residual=None, gated=False, squares=None, *, block_k=None,
     ahead=None,
 ):  # fmt: skip
-    """See `ops.decode.project_rows`; a program takes up `block_k` inputs at a time. With `ahead`, the gain of a norm after
-    the product, also what that needs: see `ops.decode.pass_rows`."""
+    """See `ops.layer_ops.project_rows`; a program takes up `block_k` inputs at a time. With `ahead`, the gain of a norm
+    after the product, also what that needs: see `ops.layer_ops.pass_rows`."""
     rows, K = x.shape
     widths = [w.shape[0] for w in weight]
     width = widths[0] if gated else sum(widths)
@@ -381,7 +381,7 @@ def project_rows(
 
 
 def pass_rows(x, weight, bias, residual, gain, *, block_k=None):
-    """See `ops.decode.pass_rows`; a program takes up `block_k` inputs at a time."""
+    """See `ops.layer_ops.pass_rows`; a program takes up `block_k` inputs at a time."""
     return project_rows(x, [weight], bias, residual=residual, block_k=block_k, ahead=gain)
 
 
@@ -394,7 +394,7 @@ def enter_kernel(
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_O outputs of one head, half of them in its first half and half in its second, where what they are turned with
-    stands; see `ops.decode.enter_rows`."""
+    stands; see `ops.layer_ops.enter_rows`."""
     HALF: tl.constexpr = D // 2
     PAIRS: tl.constexpr = BLOCK_O // 2
     BLOCKS: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
@@ -479,7 +479,7 @@ def turn_kernel(
 
 
 def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None):
-    """See `ops.decode.enter_rows`; a program takes up `block_k` inputs at a time."""
+    """See `ops.layer_ops.enter_rows`; a program takes up `block_k` inputs at a time."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -502,7 +502,7 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
 
 
 def turn_rows(rows, cos, sin, places, columns, key, value):
-    """See `ops.decode.turn_rows`: one kernel, a program for each head of each row."""
+    """See `ops.layer_ops.turn_rows`: one kernel, a program for each head of each row."""
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G

@@ -1,4 +1,4 @@
-"""The kernels of `ops.pointwise`, and the functions that launch them, which take what the operators of their names take.
+"""The kernels of `ops.layer_ops`, and the functions that launch them, which take what the operators of their names take.
 
 Each row is read once and written once.
 """
@@ -87,7 +87,7 @@ def angles_kernel(
 
 
 def rms_norm(x, weight, eps):
-    """See `ops.pointwise.rms_norm`: a program makes a row."""
+    """See `ops.layer_ops.rms_norm`: a program makes a row."""
     x = x.contiguous()
     out = torch.empty_like(x)
     E = x.shape[-1]
@@ -99,7 +99,7 @@ def rms_norm(x, weight, eps):
 
 
 def silu_times_(gate, up):
-    """See `ops.pointwise.silu_times_`; raises `ValueError` unless both are contiguous."""
+    """See `ops.layer_ops.silu_times_`; raises `ValueError` unless both are contiguous."""
     if not (gate.is_contiguous() and up.is_contiguous()):
         raise ValueError("silu_times_: gate and up are to be contiguous")
     if gate.numel():
@@ -109,7 +109,7 @@ def silu_times_(gate, up):
 
 
 def rotate_(x, cos, sin):
-    """See `ops.pointwise.rotate_`; raises `ValueError` unless the last dimension of `x` is dense."""
+    """See `ops.layer_ops.rotate_`; raises `ValueError` unless the last dimension of `x` is dense."""
     B, H, n, D = x.shape
     if x.stride(-1) != 1:
         raise ValueError("rotate_: the numbers of a head are to lie side by side")
@@ -123,7 +123,7 @@ def rotate_(x, cos, sin):
 
 
 def angles(places, pace, scale, dtype):
-    """See `ops.pointwise.angles`: a program makes `PLACES` rows of both."""
+    """See `ops.layer_ops.angles`: a program makes `PLACES` rows of both."""
     n, half = len(places), len(pace)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=places.device)
     if n:

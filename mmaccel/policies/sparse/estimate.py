@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.estimate import line_sums, reduces, row_totals
+from mmaccel.backends.ops.lines import line_sums, reduces, row_totals
 
 Score = Literal["contrast", "mean", "sum"]
 """How the lines of one class are weighed together."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.estimate import class_phases, stride_scores
+from mmaccel.backends.ops.lines import class_phases, stride_scores
 from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, Score, class_scores, judged, standing
 from mmaccel.policies.sparse.orders import Region, TokenOrder, once
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmaccel.backends import select
 from mmaccel.backends.ops import operator
 from mmaccel.backends.ops.block_attend import empty_output, remember
-from mmaccel.backends.ops.estimate import reduces
+from mmaccel.backends.ops.lines import reduces
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.merge_heads import merge_plans
 from mmaccel.core.registry import registry

@@ -1,9 +1,10 @@
-"""The kernels of `ops.estimate`, and the functions that launch them, which take what the operators of their names take.
+"""The kernels of `ops.lines` for what the last queries attend to, and the functions that launch them, which take what the
+operators of their names take.
 
-What the last queries attend to is reduced tile by tile: weights are never stored. One pass over the keys finds the
-log-sum-exp of each query, a second one makes the weights again and sums them. Each sum is made by one program in one order,
-so that a prompt has one answer. For the phases of grid heads one program goes over the keys of one class, so that sums need
-no exchange; a second kernel compares the classes of a head.
+That is reduced tile by tile: weights are never stored. One pass over the keys finds the log-sum-exp of each query, a second
+one makes the weights again and sums them. Each sum is made by one program in one order, so that a prompt has one answer.
+For the phases of grid heads one program goes over the keys of one class, so that sums need no exchange; a second kernel
+compares the classes of a head.
 """
 
 # mypy: ignore-errors
@@ -202,7 +203,7 @@ def shape_of(query, key, row):
 
 
 def row_totals(query, key, row, at, width):
-    """See `ops.estimate.row_totals`; keys are cut into up to `SPLITS` pieces, whose log-sum-exps a second kernel joins."""
+    """See `ops.lines.row_totals`; keys are cut into up to `SPLITS` pieces, whose log-sum-exps a second kernel joins."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     piece = max(LEAST_PIECE, -(-width // SPLITS))
@@ -211,10 +212,9 @@ def row_totals(query, key, row, at, width):
     part = query.new_empty(splits, B * H * L, dtype=torch.float32)
     out = query.new_empty(B, H, L, dtype=torch.float32)
     scale = D**-0.5 * math.log2(math.e)
-    tile, item = shape["BLOCK_D"] * shape["BLOCK_N"], query.element_size()
-    stages = operators.resources(query.device).stages(
-        3, tile * item, shape["BLOCK_L"] * shape["BLOCK_D"] * item
-    )
+    row_bytes = shape["BLOCK_D"] * query.element_size()
+    here = operators.resources(query.device)
+    stages = here.stages(3, shape["BLOCK_N"] * row_bytes, shape["BLOCK_L"] * row_bytes)
     totals_kernel[(B * H, splits)](
         query, key, at if row is None else row, at, part, strides(query), strides(key),
         width, piece, H, L, scale, **shape, num_stages=stages,
@@ -224,7 +224,7 @@ def row_totals(query, key, row, at, width):
 
 
 def line_sums(query, key, row, at, total, width, pooled):
-    """See `ops.estimate.line_sums`; a program sums `LINES` columns and as many diagonals."""
+    """See `ops.lines.line_sums`; a program sums `LINES` columns and as many diagonals."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     if total is None:
@@ -387,7 +387,7 @@ def phases_kernel(
 
 
 def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows):
-    """See `ops.estimate.class_phases`: one kernel sums the classes of a head, one compares them."""
+    """See `ops.lines.class_phases`: one kernel sums the classes of a head, one compares them."""
     order, start, own, members, stride = pairing
     B, H, L, D = query.shape
     C = start.shape[1] - 1
@@ -450,7 +450,7 @@ def strides_kernel(
 
 
 def stride_scores(value, at, low, high, score):
-    """See `ops.estimate.stride_scores`: one kernel, a program for each stride of each head."""
+    """See `ops.lines.stride_scores`: one kernel, a program for each stride of each head."""
     kinds, B, H, width = value.shape
     out = torch.empty(B, H, high - low + 1, dtype=torch.float32, device=value.device)
     strides_kernel[(high - low + 1, B * H)](

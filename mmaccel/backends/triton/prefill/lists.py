@@ -305,10 +305,8 @@ def paired(row: Tensor) -> Tensor:
 def unsure_kernel(kind, kind_b, kind_h, OUT, n, FULL: tl.constexpr, STEP: tl.constexpr):
     """The kernel of `unsure`, of one head."""
     h, b = tl.program_id(0), tl.program_id(1)
-    told, to = (
-        kind + b * kind_b + h.to(tl.int64) * kind_h,
-        OUT + (b * tl.num_programs(0) + h).to(tl.int64) * (n + 1),
-    )
+    told = kind + b * kind_b + h.to(tl.int64) * kind_h
+    to = OUT + (b * tl.num_programs(0) + h).to(tl.int64) * (n + 1)
     tl.store(to, 0)
     before = tl.zeros([], tl.int32)
     for begin in range(0, n, STEP):

@@ -1,5 +1,8 @@
-"""The operators of a decode step, a few new rows: attention over a cache of fixed size, and what a layer does beside it.
+"""What a transformer layer computes beside the attention of a prompt: what it does to each row alone, and all of a decode
+step, a few new rows over a cache of fixed size.
 
+In PyTorch a norm reads and writes its rows some seven times over, in full precision; here all that is done to a row alone is
+one read and one write of memory each. It rounds where the modules of transformers round, so that its results are theirs.
 Products of a few rows are a matter of reading the weights.
 """
 
@@ -12,13 +15,53 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmaccel.backends.ops.operator import operator, runs_triton, runs_triton_in_float32
-from mmaccel.backends.ops.pointwise import rms_norm
+
+HALVES = (torch.float16, torch.bfloat16)
 
 WINDOW = 64
 """Columns at the end of a sequence of which a row of a tree may see some and not others: the bits of a word."""
 
 MOST = 64
 """Rows beyond which products are a matter of computing."""
+
+
+def fusible(x: Tensor, *rest: object) -> bool:
+    """Whether the operators are one kernel each on `x`; elsewhere they are what the modules do themselves."""
+    return x.dtype in HALVES and runs_triton(x)
+
+
+@operator(
+    "pointwise", serves=fusible, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
+)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., E]: the rows of x over their root mean square in float32, rounded, times weight [E]."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@operator("pointwise", serves=fusible, mutates=("gate",), fake=lambda: None)
+def silu_times_(gate: Tensor, up: Tensor) -> None:
+    """gate [..., I], in place: its SiLU, rounded, times up [..., I]; both contiguous."""
+    gate.copy_(functional.silu(gate) * up)
+
+
+@operator("pointwise", serves=fusible, mutates=("x",), fake=lambda: None)
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """x [B, H, n, D], in place: turned by cos and sin [B or 1, n, D], the halves of a head paired (RoPE, arXiv 2104.09864).
+
+    Angles in the type of x round each product, as decoder layers do; angles in float32 round x once, as vision towers do.
+    """
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    x.copy_(x * cos[:, None] + turned * sin[:, None])
+
+
+@operator("pointwise", serves=lambda places, pace, scale, dtype: dtype in HALVES and runs_triton(places))
+def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [n, D] of `places` [n] long turning at `pace` [D / 2] float32, once for each half of a head, times
+    `scale`: in one kernel on a device, as rotary embeddings of transformers make them."""
+    angle = (places[:, None].float() * pace).repeat(1, 2)
+    return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 
 def _attend_shape(query: Tensor) -> Tensor:

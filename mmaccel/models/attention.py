@@ -1,14 +1,21 @@
 """Our attention and our cache as transformers sees them: the function that layers with our hooks call, the arguments of
-`forward` that concern it, a `KVState` as a transformers cache, the pass of packed sequences, and where an answer ends."""
+`forward` that concern it, a `KVState` as a transformers cache, the pass of packed sequences, and where an answer ends.
+
+To torch.compile the attention of a layer and the writing of its keys are operators: what plans and attends is Python that no
+tracer is to follow, and a pass is no tensor. So a pass has a ticket, a tensor, by which the operators find it when they run,
+and a pass of the text model is one graph, for any number of layers and any length.
+"""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +29,15 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.compiled import layer_append, layer_attend
 
 ATTENTION = "mmaccel"
 """The name of `attention` among transformers' attention functions."""
 
 PLAIN = "mmaccel_plain_attention"
 """The attribute of a config under which it keeps the model's own config, for calls beside a pass of a stream."""
+
+_passes: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def attention(
@@ -47,8 +56,7 @@ def attention(
     """
     if not isinstance(attention_mask, ForwardPass | PackedPass):
         return _plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    streams = isinstance(attention_mask, ForwardPass) and attention_mask.stream
-    gives, weights = kwargs.get("output_attentions") and not streams, None
+    gives = kwargs.get("output_attentions") and not getattr(attention_mask, "stream", False)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
     asks = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -61,12 +69,46 @@ def attention(
             out = OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = attention_mask.attend(layer, query, key, value, scale)
-        if gives:
-            weights = weights_of(attention_mask, layer, query, key, value, scale)
+        weights = weights_of(attention_mask, layer, query, key, value, scale) if gives else None
     return out.transpose(1, 2).contiguous(), weights
 
 
 AttentionInterface.register(ATTENTION, attention)
+
+
+@torch.library.custom_op("mmaccel::layer_attend", mutates_args=())
+def layer_attend(
+    ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    """[B, n, H, D]: what `attend` of the pass with this ticket gives, where torch.compile sees an operator."""
+    out = _passes[int(ticket)].attend(layer, query, key, value, scale)
+    return out.transpose(1, 2).contiguous()
+
+
+@layer_attend.register_fake
+def _(ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+@torch.library.custom_op("mmaccel::layer_append", mutates_args=("ticket",))
+def layer_append(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
+    """Append keys and values [B, G, n, D] to the memory of the pass with this ticket. That is said to change, so that what
+    compiles neither leaves it out nor lets `layer_attend` come before it."""
+    _passes[int(ticket)].state.append(layer, key, value)
+
+
+@layer_append.register_fake
+def _(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
+    return None
+
+
+def ticket_of(run: Any) -> Tensor:
+    """The number [] by which the operators of a compiled layer find `run`, as long as it lives; given to it first."""
+    number = next(_numbers)
+    _passes[number] = run
+    ticket = torch.tensor(number, device="cpu")
+    object.__setattr__(run, "ticket", ticket)
+    return ticket
 
 
 def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -117,10 +159,8 @@ def weights_of(
     if isinstance(run, PackedPass):
         whole = value.new_zeros(*query.shape[:3], key.shape[2])
         for b, columns, one in run.runs:
-            some = (slice(b, b + 1), slice(None), columns)
-            whole[b, :, columns, columns] = weights_of(
-                one, layer, query[some], key[some], value[some], scale
-            )[0]
+            q, k, v = (x[b : b + 1, :, columns] for x in (query, key, value))
+            whole[b, :, columns, columns] = weights_of(one, layer, q, k, v, scale)[0]
         return whole
     if run.state is not None:
         key = run.state.view(layer, query).key

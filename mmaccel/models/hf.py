@@ -34,8 +34,8 @@ from mmaccel.models.attention import (
     PackedPass,
     check_forward,
     packed_in,
+    ticket_of,
 )
-from mmaccel.models.compiled import ticket_of
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import by_parts, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import by_name, positions_of

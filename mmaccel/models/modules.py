@@ -1,13 +1,12 @@
 """How a model's own modules run while a recipe is attached or a session runs them: in parts, by windows, in fewer kernels.
 
 In parts: what acts on each row alone takes some rows at a time, so that a long prompt needs no room for what it holds. At a
-million tokens a feed-forward block of a 7B model holds 38 GB for each of three products; on 32 768 rows at a time it holds
-1.2, and the matrices are as full as the device wants them. The vision tower takes some frames at a time (of a million tokens
+million tokens a feed-forward block of a 7B model holds 38 GB for each of three products; on 32 768 rows at a time 1.2, and
+the matrices are as full as the device wants them. The vision tower takes some frames at a time (at a million tokens
 Qwen2.5-VL's holds 10 GB for each value of its width, LLaVA-OneVision's projector 28 GB before it pools). Frames do not look
-at each other there: what is cut between two steps of time is computed alike, up to rounding where rows of another number go
-through another kernel (in float32 to 1e-5, in bfloat16 as near to float32 as one call comes). Not cut are a step of time and
-an image with its tiles; nor a call that asks for gradients, states, attention or a tuple, or that brings lengths and places
-of all patches with it. What is cut gives `pooler_output` alone, which is all that a model takes of it.
+at each other: what is cut between two steps of time is computed alike, up to rounding where rows of another number go
+through another kernel. Not cut are a step of time and an image with its tiles; nor a call that asks for gradients, states,
+attention or a tuple, or that brings lengths and places of all patches. What is cut gives `pooler_output` alone.
 
 By windows: Qwen2.5-VL's tower has a window for each 64 patches in most of its layers, and one for each step of time in the
 others. Under `sdpa` transformers splits at `cu_seqlens`, in every layer anew, and attends to one window after the other, so
@@ -32,6 +31,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 from weakref import WeakSet
@@ -39,12 +39,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmaccel.backends.ops import layer_ops
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.prompt_layout import by_name
-from mmaccel.models.windows import by_length
 
 ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
@@ -61,6 +61,12 @@ METHODS = {IMAGE: "get_image_features", VIDEO: "get_video_features"}
 
 WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "position_ids", "window_index")
 """What a caller may have computed of all patches; with or without the modality in front."""
+
+WINDOWS = "mmaccel_flash_windows"
+"""The name of `attention` among transformers' attention functions."""
+
+_KNOWN: Any = WeakTensorKeyDictionary()
+"""The batches of lengths seen: all layers of a call of the tower are given the same tensor, which goes with the call."""
 
 _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
@@ -205,11 +211,9 @@ def _encode(
         return whole(*args, **kwargs)
     bare = {key.removeprefix("image_").removeprefix("video_") for key, x in given.items() if x is not None}
     states = given.get("output_hidden_states") or given.get("output_attentions")
-    if states or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
-        return whole(*args, **kwargs)
-    text = family.text(model)
-    outside = [child for child in family.multimodal(model).children() if child is not text]
-    if torch.is_grad_enabled() and any(p.requires_grad for child in outside for p in child.parameters()):
+    outside = [child for child in family.multimodal(model).children() if child is not family.text(model)]
+    trained = torch.is_grad_enabled() and any(p.requires_grad for one in outside for p in one.parameters())
+    if states or trained or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
         return whole(*args, **kwargs)
     return joined(family, model, kind, whole, name, given)
 
@@ -228,6 +232,92 @@ def _joined(
     others = {name: x for name, x in given.items() if name != pixels}
     joined = family.encoded(model, kind, given[pixels], others, PATCHES, features)
     return made[0](pooler_output=joined)
+
+
+def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:
+    """Let the windows of one length go through the model's vision tower in one call.
+
+    A tower without windows, with an attention of the user's choice, or that does so already is left as it is.
+    """
+    tower: Any = family.windowed(model)
+    if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
+        return
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(WINDOWS, attention)
+    # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
+    hooks.attention(tower.modules(), tower.config, WINDOWS)
+
+
+def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:
+    """Windows that begin and end at `ends`, one after the other, put together by length: the (windows, rows of each) of each
+    batch; [rows] long, the rows in the order of the batches; and where each row lies among these. The last two are None where
+    that is the order they have. Windows of no rows are left out."""
+    begins: dict[int, list[int]] = {}
+    for begin, end in pairwise(ends):
+        if end > begin:
+            begins.setdefault(end - begin, []).append(begin)
+    shapes = tuple((len(some), length) for length, some in begins.items())
+    rows = [(torch.tensor(some)[:, None] + torch.arange(n)).flatten() for n, some in begins.items()]
+    order = torch.cat(rows)
+    if torch.equal(order, torch.arange(len(order))):
+        return shapes, None, None
+    return shapes, order.to(device), order.argsort().to(device)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """[1, rows, H, D] of query, key and value [1, H, rows, D]: each row sees its window, which `cu_seq_lens_q` bounds."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if cu_seq_lens_q is None:
+        return sdpa(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    scale, plain = kwargs.get("scaling"), attention_mask is None and not kwargs.get("dropout")
+    if torch.compiler.is_compiling() and plain and scale is not None and not torch.is_grad_enabled():
+        return window_attend(query, key, value, cu_seq_lens_q, scale), None
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        kwargs.pop(name, None)
+    if cu_seq_lens_q not in _KNOWN:
+        _KNOWN[cu_seq_lens_q] = batches_of(cu_seq_lens_q.tolist(), query.device)
+    shapes, order, back = _KNOWN[cu_seq_lens_q]
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if order is not None:
+        rows = [x.index_select(0, order.to(x.device)) for x in rows]
+    sizes = [count * length for count, length in shapes]
+    attended = []
+    for shape, *batch in zip(shapes, *(x.split(sizes) for x in rows), strict=True):
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in batch)
+        attended.append(sdpa(module, q, k, v, attention_mask, **kwargs)[0].flatten(0, 1))
+    out = attended[0] if len(attended) == 1 else torch.cat(attended)
+    if back is not None:
+        out = out.index_select(0, back.to(out.device))
+    return out[None], None
+
+
+class _Whole:
+    """What `sdpa` reads of a module that does not mask."""
+
+    is_causal, training = False, False
+
+
+@torch.library.custom_op("mmaccel::window_attend", mutates_args=())
+def window_attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
+    """`attention` where torch.compile sees an operator: the sizes of windows are read from `ends`."""
+    whole: Any = _Whole
+    return attention(whole, query, key, value, None, ends, scaling=scale, is_causal=False)[0]
+
+
+@window_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 import mmaccel
-from mmaccel.models import windows
-from mmaccel.models.modules import in_batches
-from mmaccel.models.windows import WINDOWS, Batches
+from mmaccel.models import modules
+from mmaccel.models.modules import WINDOWS, batches_of, in_batches
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
@@ -114,13 +113,12 @@ def test_windows_that_follow_each_other_are_not_copied(monkeypatch: pytest.Monke
 @torch.no_grad()
 def test_lengths_are_read_once_a_call_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    of = Batches.of
 
-    def noted(ends: list[int], device: torch.device) -> Batches:
+    def noted(ends: list[int], device: torch.device) -> Any:
         read.append(len(ends))
-        return of(ends, device)
+        return batches_of(ends, device)
 
-    monkeypatch.setattr(Batches, "of", noted)
+    monkeypatch.setattr(modules, "batches_of", noted)
     pixels, grid = pixels_of(GRIDS["both edges"])
     model = qwen()
     tower = model.model.visual
@@ -130,19 +128,19 @@ def test_lengths_are_read_once_a_call_for_all_layers(monkeypatch: pytest.MonkeyP
             tower(pixels, grid_thw=grid)
             # 5 steps of 3 x 4 windows; 5 steps.
             assert read == [61, 6] * turn
-    assert not len(windows._KNOWN)
+    assert not len(modules._KNOWN)
 
 
 def test_batches_are_by_length_and_rows_come_back() -> None:
-    found = Batches.of([0, 4, 6, 10, 12, 13], torch.device("cpu"))
-    assert found.shapes == ((2, 4), (2, 2), (1, 1))
-    assert found.order is not None and found.back is not None
-    assert found.order.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11, 12]
-    assert torch.equal(found.order[found.back], torch.arange(13))
-    in_row = Batches.of([0, 4, 8, 10], torch.device("cpu"))
-    assert in_row == Batches(((2, 4), (1, 2)))
+    shapes, order, back = batches_of([0, 4, 6, 10, 12, 13], torch.device("cpu"))
+    assert shapes == ((2, 4), (2, 2), (1, 1))
+    assert order is not None and back is not None
+    assert order.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11, 12]
+    assert torch.equal(order[back], torch.arange(13))
+    in_row = batches_of([0, 4, 8, 10], torch.device("cpu"))
+    assert in_row == (((2, 4), (1, 2)), None, None)
     # As a caller may bring them, who did not drop what fills a grid of windows up.
-    assert Batches.of([0, 0, 4, 8, 8, 10, 10], torch.device("cpu")) == in_row
+    assert batches_of([0, 0, 4, 8, 8, 10, 10], torch.device("cpu")) == in_row
 
 
 @torch.no_grad()
@@ -225,7 +223,7 @@ def test_called_for_each_window_it_is_sdpa(calls: list[Any]) -> None:
     model = qwen()
     layer = model.model.visual.blocks[0].attn
     query, key, value = torch.randn(3, 1, 2, 12, 16).unbind()
-    got, _ = windows.attention(layer, query, key, value, None, scaling=0.25, dropout=0.0, is_causal=False)
+    got, _ = modules.attention(layer, query, key, value, None, scaling=0.25, dropout=0.0, is_causal=False)
     want = ((query @ key.mT) * 0.25).softmax(-1) @ value
     torch.testing.assert_close(got, want.transpose(1, 2), rtol=0, atol=1e-5)
     assert calls == [(1, 2, 12, 16)]

@@ -21,7 +21,7 @@ import transformers
 
 import mmaccel
 from mmaccel.models.attention import ATTENTION
-from mmaccel.models.windows import WINDOWS
+from mmaccel.models.modules import WINDOWS
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dense": {},

@@ -251,8 +251,8 @@ def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:
 
 def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:
     """Windows that begin and end at `ends`, one after the other, put together by length: the (windows, rows of each) of each
-    batch; [rows] long, the rows in the order of the batches; and where each row lies among these. The last two are None where
-    that is the order they have. Windows of no rows are left out."""
+    batch; [rows] long, the rows in the order of the batches; and where each row lies among these. The last two are None
+    where that is the order they have. Windows of no rows are left out."""
     begins: dict[int, list[int]] = {}
     for begin, end in pairwise(ends):
         if end > begin:

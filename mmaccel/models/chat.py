@@ -10,7 +10,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -144,12 +144,7 @@ class Written(str):
 
 
 def written(
-    tokenizer: Any,
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    special_tokens: bool = True,
-    words: Collection[str] = (),
+    tokenizer: Any, template: str, messages: list[Any], *, special_tokens: bool, words: Collection[str]
 ) -> Written:
     """A conversation as text up to where the answer begins; raises `ModelError` for a template that fails.
 
@@ -207,9 +202,7 @@ def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     return ids
 
 
-def _marked(
-    special: re.Pattern[str], messages: Sequence[Mapping[str, Any]]
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _marked(special: re.Pattern[str], messages: list[Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The messages, with a random mark in place of each of `special` in their texts."""
     plain: dict[str, str] = {}
     secret = secrets.token_hex(8)

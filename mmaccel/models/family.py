@@ -25,13 +25,11 @@ from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, Pace, TokenLayou
 from mmaccel.core.registry import registry
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import normed, rotated
-from mmaccel.models.prompt_layout import PIXELS, Grid, ProcessorStyle, cells, is_given, question_mask
+from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, ProcessorStyle, cells, is_given, question_mask
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 SAMPLED = 1024
 """Elements that the digest of the weights reads of each projection, evenly spaced."""
-Inputs = Mapping[str, Any]
-"""Keyword arguments that a user gives a model: ids, mask, pixels, grids."""
 Features = Callable[..., Any]
 """Of a part of the pixels, and of arguments that are others for it, its visual features."""
 

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
-from mmaccel.models.family import Family, Features, Inputs
-from mmaccel.models.prompt_layout import PIXELS, Grid, Made, ProcessorStyle
+from mmaccel.models.family import Family, Features
+from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received
 
 

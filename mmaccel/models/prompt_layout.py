@@ -43,6 +43,9 @@ class Grid:
         return self.frames * self.rows * self.columns + self.marks
 
 
+Inputs = Mapping[str, Any]
+"""Keyword arguments that a user gives a model: ids, mask, pixels, grids."""
+
 PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 """The argument in which the pixels of each kind of visual come."""
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO, Pace
 from mmaccel.core.registry import register
-from mmaccel.models.family import Family, Features, Inputs
+from mmaccel.models.family import Family, Features
 from mmaccel.models.modules import rotated
-from mmaccel.models.prompt_layout import PIXELS, Grid, Made, ProcessorStyle
+from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from mmaccel.core.prune import Probe
 from mmaccel.core.registry import registry
 from mmaccel.models import decode
 from mmaccel.models.modules import in_parts
+from mmaccel.models.prompt_layout import Inputs
 
 
 class HFRunner(Runner):
@@ -56,11 +57,7 @@ class HFRunner(Runner):
 
     @torch.no_grad()
     def prefill(
-        self,
-        inputs: Mapping[str, Any],
-        keep: Tensor | None = None,
-        compact: bool = False,
-        probes: Sequence[Probe] = (),
+        self, inputs: Inputs, keep: Tensor | None = None, compact: bool = False, probes: Sequence[Probe] = ()
     ) -> Tensor:
         """See `Runner.prefill`. `probes` read what the layers of an accelerated model compute of this prompt."""
         if inputs["input_ids"].shape[0] != 1:
@@ -75,7 +72,7 @@ class HFRunner(Runner):
         with in_parts(self.family, self.model) if self.family.shown(inputs) else nullcontext():
             return self._read(positions, **inputs)
 
-    def _prompt(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    def _prompt(self, inputs: Inputs) -> tuple[dict[str, Any], Tensor]:
         """The inputs of one prompt that the model's forward knows, without padding and empty ones, and its positions."""
         known = inspect.signature(type(self.model).forward).parameters
         loose = any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -139,7 +136,7 @@ class HFRunner(Runner):
         )
         return out.logits  # type: ignore[no-any-return]
 
-    def resume(self, inputs: Mapping[str, Any]) -> None:
+    def resume(self, inputs: Inputs) -> None:
         from mmaccel.models.attention import Columns
 
         inputs, positions = self._prompt(inputs)
@@ -204,7 +201,7 @@ def open_runner(model: nn.Module, family: Any, cache: Any) -> HFRunner:
     return HFRunner(model, family, cache, decode.ROWS if decode.admits(model, family, cache) else ())
 
 
-def unpadded(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def unpadded(inputs: Inputs) -> dict[str, Any]:
     """One sequence without its padding columns and without a mask."""
     inputs = dict(inputs)
     mask = inputs.pop("attention_mask", None)

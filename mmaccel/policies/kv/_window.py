@@ -6,6 +6,7 @@ Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -316,17 +317,11 @@ def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[in
     Of units that no layer looked at themselves, those of which more than an even part came by what stands for them.
     """
     layers = len(looks)
-    recalled: dict[int, int] = {}
-    local: dict[int, int] = {}
-    for chosen, begin in looks.values():
-        for number in chosen.tolist():
-            recalled[number] = recalled.get(number, 0) + 1
-        for number in range(begin, count):
-            local[number] = local.get(number, 0) + 1
-    parts = None if reached is None else reached.tolist()
-    far = [number for number, part in enumerate(parts or ()) if part * count > 1]
-    found = {}
-    for number in sorted({*recalled, *local, *far}):
-        told, near = recalled.get(number, 0), local.get(number, 0)
-        found[number] = Seen((told + near) / layers, told / layers, None if parts is None else parts[number])
-    return found
+    recalled = Counter(number for chosen, _ in looks.values() for number in chosen.tolist())
+    local = Counter(number for _, begin in looks.values() for number in range(begin, count))
+    parts = [None] * count if reached is None else reached.tolist()
+    far = [number for number, part in enumerate(parts) if part is not None and part * count > 1]
+    return {
+        one: Seen((recalled[one] + local[one]) / layers, recalled[one] / layers, parts[one])
+        for one in sorted({*recalled, *local, *far})
+    }

@@ -1,21 +1,33 @@
-"""Mosaic: the unit of a stream's memory is a cluster of frames that look alike and have like keys."""
+"""Mosaic: the unit of a stream's memory is a cluster of frames that look alike and have like keys.
+
+Its index, `clusters`, is a part that other memories can take. Letters as in `_index` and `ClusterTable`; V places for visual
+clusters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmaccel.backends.ops import clusters as ops
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
+from mmaccel.core.kv import LEAST as PLACES
+from mmaccel.core.kv import grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy, Former, Prefetch, renamed
-from mmaccel.policies.kv._index import IndexPolicy
-from mmaccel.policies.kv.mosaic.index import ClusterIndex
-from mmaccel.policies.kv.mosaic.split import Rules
+from mmaccel.policies.kv._index import SPARE, Found, Index, IndexPolicy, Survey
+from mmaccel.policies.kv._window import Pair
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable
+from mmaccel.policies.kv.mosaic.maintain import Hierarchy
+from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
 
 if TYPE_CHECKING:
-    import torch
-
     from mmaccel.core.adapter import Geometry
     from mmaccel.core.kv import Stream
 
@@ -24,6 +36,15 @@ SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_s
 BATCHED = "attention", "feed", "match"
 PREDICTORS = {"query": "query", "projected": "projected", "frames": "query"}
 """What a predictor of earlier versions is now; "frames", which changed no answer either, is none of its own any more."""
+STAGE = 4
+"""The first stage stops when its visual clusters hold so many times what is to be retrieved."""
+FEWEST = 2
+"""Visual clusters that the first stage takes at least."""
+BEHIND = 256
+"""Units by which the device may be behind the clusters, about."""
+COUNTED = ("eager_splits", "deferred_splits", "visual_splits", "deferred", "singletons")
+COUNTED += ("flushed", "resolved", "scenes", "cuts")
+"""The counters of the hierarchy that a memory reports."""
 
 
 @register("index", "clusters")
@@ -66,12 +87,7 @@ class Clusters(IndexPolicy):
     def open(
         self, stream: Stream, geometry: Geometry, device: torch.device, window: int, summaries: bool
     ) -> ClusterIndex:
-        rules = Rules(
-            init=stream.units(self.init), visual=self.visual, semantic=self.semantic, buffer=self.buffer
-        )
-        how = {"cosine": self.similarity == "cosine", "by_look": self.first_stage == "look"}
-        every = self.splits == "all"
-        return ClusterIndex(rules, stream, geometry, device, window, summaries=summaries, every=every, **how)
+        return ClusterIndex(self, stream, geometry, device, window, summaries)
 
 
 @register("kv", "mosaic")
@@ -137,3 +153,236 @@ class Mosaic(ArchivedPolicy):
                 )
             renamed("mosaic", given, "batch_layers", "pass" if together else "frame", "encode_by")
         return super().upgrade(given)
+
+
+class ClusterIndex(Index):
+    """Before there are clusters every unit counts as one, and has no summary.
+
+    visual_key [L, V, d] is the mean key of a visual cluster, which the first stage compares queries with; or, where it goes
+    by look, visual_look [V, E] the mean look, which it compares with the mean look of a pass or of a question's words.
+    """
+
+    def __init__(
+        self,
+        policy: Clusters,
+        stream: Stream,
+        geometry: Geometry,
+        device: torch.device,
+        window: int,
+        summaries: bool,
+    ) -> None:
+        layers, width = geometry.layers, geometry.kv_heads * geometry.head_dim
+        super().__init__(layers, width, stream.dtype, device, summaries, policy.similarity == "cosine")
+        self._tokens, self._window, init = stream.unit, window, stream.units(policy.init)
+        rules = Rules(visual=policy.visual, semantic=policy.semantic, init=init, buffer=policy.buffer)
+        self.tree = Hierarchy(rules, UnitMeans(layers, geometry.hidden, width, stream.dtype, device))
+        self.by_look, self.retrievals_split = policy.first_stage == "look", policy.splits == "all"
+        self.visual_key = torch.zeros(layers, 0, width, dtype=stream.dtype, device=device)
+        self.visual_look = torch.zeros(0, geometry.hidden * self.by_look, device=device)
+        self._asked = torch.zeros(geometry.hidden * self.by_look, device=device)
+        # On the device, of units: whose each is.
+        self._owner = torch.zeros(layers, 0, dtype=torch.long, device=device)
+        self._units = 0
+
+    # The stream comes in.
+
+    def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
+        assert look is not None
+        self.tree.means.arrived(self._tokens, look, pairs, retrieved)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def digest(self, keep: int = 0) -> None:
+        """Cluster what has arrived; the device is told later, unless it would be too far behind, or `keep` is 0."""
+        while self.tree.means.waiting > keep:
+            retrieved = self.tree.means.take()
+            if retrieved is not None:
+                self.tree.resolve(retrieved)
+            self.tree.insert(self._window, retrieved)
+        if self.tree.units - self._units > BEHIND * bool(keep):
+            self.refresh()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def touched(self, found: dict[int, Found]) -> None:
+        picked = torch.stack([one.picked for one in found.values()]).cpu()
+        for layer, one in zip(found, picked, strict=True):
+            self.tree.touch(layer, one.nonzero()[:, 0])
+        self.refresh()
+
+    def refresh(self) -> None:
+        level, kept = self.tree.semantic, self.tree.means
+        if self.tree.units != self._units or bool(level.dirty.any()):
+            self._ready, self._units = None, self.tree.units
+        layer, cluster = level.changed()
+        if layer.numel():
+            # What was taken back may lie beyond all that is in use.
+            room = max(level.used, int(cluster.max()) + 1)
+            for name in ("key", "value", "time"):
+                setattr(self, name, grow_buffer(getattr(self, name), 1, room, fill=0, share=SPARE))
+            members = level.contents(layer, cluster)
+            row, column = (members >= 0).nonzero(as_tuple=True)
+            owned = self._sent(layer[row]), self._sent(members[row, column])
+            self._owner = grow_buffer(self._owner, 1, level.owner.shape[1], fill=0, share=SPARE)
+            self._owner[owned] = self._sent(cluster[row])
+            at = self._sent(layer), self._sent(cluster)
+            self.key[at] = self._sent(kept.means(kept.key, layer, members), self.key)
+            if self.summaries:
+                self.value[at] = self._sent(kept.means(kept.value, layer, members), self.value)
+            time = members.clamp_min(0).sum(1) / level.size[layer, cluster].clamp_min(1)
+            self.time[at] = self._sent(time, self.time)
+        self._refresh_visual()
+
+    def _refresh_visual(self) -> None:
+        level, kept = self.tree.visual, self.tree.means
+        _, cluster = level.changed()
+        if not cluster.numel():
+            return
+        room = max(level.used, int(cluster.max()) + 1)
+        self.visual_key = grow_buffer(self.visual_key, 1, room, fill=0, share=SPARE)
+        units = level.contents(torch.zeros_like(cluster), cluster)
+        at, members = self._sent(cluster), [some[some >= 0] for some in units]
+        self.visual_key[:, at] = self._sent(
+            torch.stack([kept.key_mean(some) for some in members], 1), self.key
+        )
+        if self.by_look:
+            self.visual_look = grow_buffer(self.visual_look, 0, room, fill=0, share=SPARE)
+            looks = torch.stack([kept.look[some].sum(0) / max(1, len(some)) for some in members])
+            self.visual_look[at] = self._sent(looks, self.visual_look)
+
+    # Searches.
+
+    def by(self, look: Tensor) -> None:
+        self._asked.copy_(look)
+
+    def _candidates(self, rows: slice, queries: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        """First whole visual clusters by score until they hold `STAGE` times the budget; of the clusters inside these, as
+        `Index` has it."""
+        now = self._now
+        if now.parent is None or now.visual is None:
+            return super()._candidates(rows, queries, budget)
+        scores, size = ops.scored(self.key[rows], queries, self.cosine), now.lists.size[rows]
+        if self.by_look:
+            looks = ops.scored(self.visual_look[None], self._asked[None], True)
+            ranked = looks.expand(len(queries), -1).contiguous()
+        else:
+            ranked = ops.scored(self.visual_key[rows], queries, self.cosine)
+        without = ops.outside(ranked, now.visual, STAGE * budget, FEWEST)
+        return ops.ordered(scores, size, now.parent[rows], without)
+
+    def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
+        means = self.tree.means
+        return means.all_keys, layer, lambda units: means.key_rows(layer, units)
+
+    def _survey(self, end: int) -> Survey:
+        tree, layers = self.tree, self.layers
+        absent = grow_buffer(self.absent, 0, end, fill=0, share=0.0)[:end]
+        some = bool(absent.any())
+        visual = parent = None
+        if tree.started:
+            count, above = self.key.shape[1], self.visual_key.shape[1]
+            size = self._visible(tree.semantic, absent, count)
+            visual = self._fix("visual", self._visible(tree.visual, absent, above)[0])
+            parents = pad(tree.semantic.parent[:, :count], (0, count), value=above)[:, :count]
+            parent = self._fix("parent", torch.where(size > 0, parents, above))
+        else:
+            self.key = grow_buffer(self.key, 1, end, fill=0, share=SPARE)
+            self.key[:, :end] = tree.means.key[:end].transpose(0, 1).to(self.key)
+            count = self.key.shape[1]
+            size = pad((~absent).long(), (0, count - end)).repeat(layers, 1)
+        room = max(end, self._fixed["owner"].shape[1] if "owner" in self._fixed else 0)
+        room = room if room > end else end + max(int(SPARE * end), PLACES)
+        number = torch.arange(room, device=self.device)
+        if tree.started:
+            owner = pad(self._owner[:, :room], (0, max(0, room - self._owner.shape[1])))
+        else:
+            owner = number.expand(layers, -1)
+        if some:
+            owner = owner.masked_fill(self._sent(pad(absent, (0, room - end))), count)
+        owners = self._fix("owner", owner.masked_fill(number >= end, count + 1))
+        first = self._fix("first", size.cumsum(1) - size)
+        flat = self._fix("flat", _by_owner(owners, count + 1))
+        begin = first.gather(1, owners.clamp(max=count - 1)) if count else 0
+        within = torch.empty_like(flat).scatter_(1, flat, number.expand_as(flat)) - begin
+        largest = int(size.max()) if size.numel() else 0
+        return Survey(
+            end=end,
+            entries=self._sent((~absent).nonzero()[:, 0]) if some else torch.arange(end, device=self.device),
+            lists=ops.Lists(
+                owner=owners,
+                within=self._fix("within", within),
+                flat=flat,
+                first=first,
+                size=self._fix("size", size),
+                largest=1 << max(largest - 1, 0).bit_length(),
+            ),
+            alive=(size > 0).sum(1).tolist(),
+            visual=visual,
+            parent=parent,
+            ready=tree.started,
+        )
+
+    def _visible(self, level: ClusterTable, absent: Tensor, count: int) -> Tensor:
+        """[L, count] how many units of each cluster can be found: those that are not `absent` [end], whose keys are still
+        held. They are counted, or the others, whichever are fewer: a store may have dropped all but the last of a stream."""
+        size = pad(level.size[:, :count], (0, max(0, count - level.size.shape[1])))
+        here, late = (~absent).nonzero()[:, 0], torch.arange(len(absent), self.tree.units)
+        some, sign = torch.cat([absent.nonzero()[:, 0], late]), -1
+        if len(here) < len(some):
+            size, some, sign = torch.zeros_like(size), here, 1
+        owner = level.owner.index_select(1, some)
+        return size.scatter_add(1, owner.clamp_min(0), sign * (owner >= 0).long())
+
+    def _places(self) -> tuple[Tensor, ...]:
+        own = self.visual_key, self.visual_look, self.tree.means.all_keys
+        return *super()._places(), *own
+
+    # The stream as a whole.
+
+    def checkpoint(self) -> Any:
+        self.digest()
+        return self.tree.checkpoint()
+
+    def restore(self, mark: Any) -> None:
+        self.tree.restore(mark)
+
+    def clear(self) -> None:
+        self.tree.clear()
+        self.refresh()
+
+    def owners(self) -> dict[str, Tensor]:
+        levels = self.tree.levels().items()
+        return {name: level.owner[:, : self.tree.units].clone() for name, level in levels}
+
+    def nbytes(self) -> int:
+        return super().nbytes() + sum(one.nbytes for one in (self.visual_key, self.visual_look, self._owner))
+
+    def counters(self) -> dict[str, float]:
+        tree = self.tree
+        own = {
+            "visual_clusters": int(tree.visual.count()),
+            "clusters": float(tree.semantic.count().float().mean()),
+            "buffered": sum(int(tree.semantic.size[at, ids].sum()) for at, ids in enumerate(tree.buffer)),
+            **{name: tree.counters[name] for name in COUNTED},
+            "summary_bytes": tree.means.nbytes(),
+        }
+        return {**super().counters(), **{name: float(count) for name, count in own.items()}}
+
+    def save(self, folder: Path) -> None:
+        self.digest()
+        self.tree.save(folder, self.absent.nonzero()[:, 0].tolist())
+
+    def load(self, folder: Path, units: int) -> None:
+        gone = self.tree.load(folder, units)
+        self.absent = torch.zeros(units, dtype=torch.bool)
+        self.absent[gone] = True
+        self.refresh()
+
+
+def _by_owner(owner: Tensor, most: int) -> Tensor:
+    """[L, N] the units in the order of their `owner` [L, N], at most `most`; ascending where that is the same."""
+    if owner.device.type == "cpu" and most < 1 << 15:
+        # NumPy sorts 16 bits by their digits, in a tenth of the time.
+        order = owner.to(torch.int16).numpy().argsort(axis=1, kind="stable")
+        return torch.from_numpy(order)
+    return owner.argsort(dim=1, stable=True)

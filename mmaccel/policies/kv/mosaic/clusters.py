@@ -212,15 +212,40 @@ class ClusterTable:
         rows = {name: getattr(self, name)[:, : self.used].contiguous() for name in ROWS}
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """What `tensors` gave."""
+    def wanted(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of the `tensors` of as many units, -1 for any number of clusters or members."""
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"owner": ((self.layers, units), torch.long)}
+        for name in ROWS:
+            row: Tensor = getattr(self, name)
+            size = row.shape[2:] if name == "centroid" else (-1,) * (row.ndim - 2)
+            found[name] = (self.layers, -1, *size), row.dtype
+        return found
+
+    def load(self, tensors: dict[str, Tensor], above: Tensor | None) -> bool:
+        """Take what `tensors` gave, of a level below one of sizes `above` [1, V], if any. Whether it fits: rows are of as
+        many clusters, they point to what is there, and each cluster has a parent and as many members as its size says."""
         for name, value in tensors.items():
             setattr(self, name, value)
+        members, (count, self._units) = self.members, (self.size.shape[1], self.owner.shape[1])
         self.dirty = self.size > 0
         self._noted = torch.zeros_like(self.dirty)
-        self._units = self.owner.shape[1]
         self.checkpoint()
         self._count_ids()
+        ends = {"owner": count, "members": self._units, "home": count}
+        ends["parent"] = 0 if above is None else above.shape[1]
+        if any(bool(((tensors[name] < -1) | (tensors[name] >= end)).any()) for name, end in ends.items()):
+            return False
+        if any(tensors[name].shape[1] != count for name in ROWS):
+            return False
+        if above is not None:
+            up = above.expand(self.layers, -1).gather(1, self.parent.clamp_min(0))
+            if not bool(((self.parent >= 0) & (up > 0))[self.dirty].all()):
+                return False
+        held = torch.arange(members.shape[2]) < self.size[..., None]
+        owners = self.owner.gather(1, members.clamp_min(0).flatten(1)).view(members.shape)
+        own = torch.arange(count)[:, None].expand(members.shape)
+        whole = torch.equal(held, members >= 0) and torch.equal(held.sum(2), self.size)
+        return whole and torch.equal(owners[held], own[held])
 
     def nbytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in (*self.tensors().values(), self.dirty))

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.clusters import (
-    ROWS,
-    Children,
-    ClusterTable,
-    Matching,
-    insert,
-    merge,
-    one_thread,
-)
+from mmaccel.core import checkpoint_io
+from mmaccel.core.errors import ModelError
+from mmaccel.policies.kv.mosaic.clusters import Children, ClusterTable, Matching, insert, merge, one_thread
 from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, refine
 
-LEVELS = "visual", "semantic"
+FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
+MOST = 1 << 53
+"""Saved counters are below this."""
 ZERO = torch.zeros(1, dtype=torch.long)
 TOGETHER = 16
 """Units compared with all clusters at once, and units made points at once (Mosaic VII-A, batched matching)."""
@@ -34,90 +31,101 @@ TOGETHER = 16
 class Hierarchy:
     """Letters as in `ClusterTable` and `UnitMeans`; the visual level has one layer."""
 
-    def __init__(self, rules: Rules, means: UnitMeans, layers: int, look: int, width: int) -> None:
-        self.rules, self.means, self.layers = rules, means, layers
-        self._sizes = look, width
+    def __init__(self, rules: Rules, means: UnitMeans) -> None:
+        self.rules, self.means, self.layers = rules, means, means.key.shape[1]
         self.counters: Counter[str] = Counter()
-        self._empty()
+        self.clear()
 
-    def clear(self) -> None:
-        """Forget all units and clusters; the counters stay."""
-        self._empty()
-        self.means.cut(0)
-
-    def _empty(self) -> None:
-        look, width = self._sizes
-        self.visual = ClusterTable(1, look + 1, self.means.work)
-        self.semantic = ClusterTable(self.layers, width + 1, self.means.work)
+    def clear(self, units: int = 0) -> None:
+        """Forget all clusters, and all units but the first `units`; the counters stay."""
+        means = self.means
+        self.visual = ClusterTable(1, means.look.shape[1] + 1, means.work)
+        self.semantic = ClusterTable(self.layers, means.key.shape[2] + 1, means.work)
         self.children = Children(self.layers)
         self.buffer: list[list[int]] = [[] for _ in range(self.layers)]
         """Of each layer the buffered clusters, the oldest first."""
-        self._bounds: tuple[Bounds, Bounds] | None = None
-        self.units = 0
-        self.means.centre = None
+        self.bounds: tuple[Bounds, ...] = ()
+        """Of the visual and of the semantic level, once there are clusters."""
+        self.units = units
+        means.centre = None
+        means.cut(units)
 
     def checkpoint(self) -> Any:
         """What `restore` needs; one is in use at a time."""
         self.visual.checkpoint()
         self.semantic.checkpoint()
-        return self.units, self._bounds, [list(ids) for ids in self.buffer], Counter(self.counters)
+        return self.units, self.bounds, [list(ids) for ids in self.buffer], Counter(self.counters)
 
     def restore(self, mark: Any) -> None:
         """Be as at `checkpoint`, the means too."""
         units, bounds, buffer, counters = mark
-        if bounds is None:
-            self._empty()
-        else:
+        if bounds:
             self.visual.restore()
             self.semantic.restore()
             self.children = Children.of_parents(self.semantic.parent)
             self.buffer = [list(ids) for ids in buffer]
+            self.means.cut(units)
+        else:
+            self.clear(units)
         self.units, self.counters = units, Counter(counters)
-        self.means.cut(units)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What there is to save beside `units`, `buffer` and `counters`, which are numbers."""
+    def save(self, folder: Path, absent: list[int]) -> None:
+        """Write all that is known of the units into `folder`, and which are `absent`."""
         means = self.means
         kept = {"look": means.look, "key": means.key, "value": means.value}
-        if self._bounds is not None and means.centre is not None:
+        if means.centre is not None:
             kept |= {"centre_look": means.centre[0], "centre_key": means.centre[1]}
-            for name, level, bounds in zip(LEVELS, (self.visual, self.semantic), self._bounds, strict=True):
+            for (name, level), bounds in zip(self.levels().items(), self.bounds, strict=True):
                 kept |= {f"{name}.{row}": value for row, value in level.tensors().items()}
                 kept[f"{name}.threshold"] = torch.stack([bounds.small, bounds.large])
-        return kept
+        checkpoint_io.write_tensors(folder / "clusters.safetensors", kept)
+        facts = {"units": self.units, "started": self.started, "buffer": self.buffer, "absent": absent}
+        checkpoint_io.write_json(folder / "clusters.json", {**facts, "counters": dict(self.counters)})
 
-    def load(self, kept: dict[str, Tensor], buffer: list[list[int]], counters: dict[str, int]) -> None:
-        """What `tensors` gave, into a hierarchy as it was made."""
-        rules, made = self.rules, []
-        self.means.append(kept["look"], kept["key"], kept["value"])
-        self.units, self.counters = self.means.units, Counter(counters)
-        if "centre_look" not in kept:
-            return
-        self.means.centre = kept["centre_look"], kept["centre_key"]
-        sizes = rules.visual, rules.semantic
-        for name, level, size in zip(LEVELS, (self.visual, self.semantic), sizes, strict=True):
-            level.load({row: kept[f"{name}.{row}"] for row in (*ROWS, "owner")})
-            small, large = kept[f"{name}.threshold"]
-            made.append(Bounds(small, large, rules.alpha, rules.smallest, rules.most(size)))
-        self._bounds = made[0], made[1]
+    def load(self, folder: Path, units: int) -> list[int]:
+        """Read what `save` wrote of a stream of `units` units into a hierarchy as it was made; gives the units that were
+        absent. Raises `ModelError` where it does not fit."""
+        means, rules = self.means, self.rules
+        facts = checkpoint_io.read_json(folder / "clusters.json", FACTS)
+        if facts["units"] != units or len(facts["buffer"]) != self.layers:
+            raise ModelError(
+                f"{folder}: clusters of {facts['units']} units are beside {units} units; it is damaged."
+            )
+        look, layers, width = means.look.shape[1], *means.key.shape[1:]
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"look": ((units, look), means.work)}
+        wanted |= dict.fromkeys(("key", "value"), ((units, layers, width), means.key.dtype))
+        levels = {"visual": self.visual, "semantic": self.semantic} if facts["started"] else {}
+        for name, level in levels.items():
+            wanted |= {f"{name}.{row}": one for row, one in level.wanted(units).items()}
+            wanted[f"{name}.threshold"] = (2, level.layers), means.work
+            wanted["centre_look"] = (look + 1,), means.work
+            wanted["centre_key"] = (layers, width + 1), means.work
+        found = checkpoint_io.read_tensors(folder / "clusters.safetensors", wanted, torch.device("cpu"))
+        count = found["semantic.size"].shape[1] if levels else 0
+        self.buffer = [checkpoint_io.numbers(ids, "clusters.json: buffer", count) for ids in facts["buffer"]]
+        checkpoint_io.numbers(list(facts["counters"].values()), "clusters.json: counters", MOST)
+        absent = checkpoint_io.numbers(facts["absent"], "clusters.json: absent", units)
+        means.append(found["look"], found["key"], found["value"])
+        self.units, self.counters = units, Counter(facts["counters"])
+        for name, level in levels.items():
+            above = self.visual.size if level is self.semantic else None
+            if not level.load({row: found[f"{name}.{row}"] for row in level.wanted(units)}, above):
+                raise ModelError(f"{folder}: {name} clusters do not fit together; the file is damaged.")
+            small, large = found[f"{name}.threshold"]
+            most = rules.most(rules.visual if above is None else rules.semantic)
+            self.bounds += (Bounds(small, large, rules.alpha, rules.smallest, most),)
+            means.centre = found["centre_look"], found["centre_key"]
         self.children = Children.of_parents(self.semantic.parent)
-        self.buffer = [list(ids) for ids in buffer]
+        return absent
 
     @property
     def started(self) -> bool:
         """Whether there are clusters yet; before, the units are only counted."""
-        return self._bounds is not None
+        return bool(self.bounds)
 
-    def owners(self) -> dict[str, Tensor]:
-        """The visual cluster [1, units] of each unit, and the semantic one [L, units] at each layer."""
-        levels = {"visual": self.visual, "semantic": self.semantic} if self.started else {}
-        return {name: level.owner[:, : self.units].clone() for name, level in levels.items()}
-
-    @property
-    def bounds(self) -> tuple[Bounds, Bounds]:
-        """Of the visual and of the semantic level."""
-        assert self._bounds is not None
-        return self._bounds
+    def levels(self) -> dict[str, ClusterTable]:
+        """The tables of clusters by the names of the levels, once there are clusters."""
+        return {"visual": self.visual, "semantic": self.semantic} if self.bounds else {}
 
     @one_thread()
     def insert(self, window: int, retrieved: Tensor | None = None) -> None:
@@ -158,25 +166,25 @@ class Hierarchy:
         means.settle(units)
         count = max(1, round(units / rules.visual))
         looks = means.looks(torch.arange(units))
-        label = kmeans(looks[None], count, iterations=rules.iterations)[0]
+        label = kmeans(looks[None], count)[0]
         for one in range(count):
             members = (label == one).nonzero().T
             self.visual.fill(ZERO, self.visual.take(ZERO, ZERO - 1), members, looks[members])
         self._unmix(self.visual, means.look_points, lambda *_: None)
         visual = rules.calibrate(self.visual, rules.visual)
-        self._bounds = visual, rules.calibrate(self.semantic, None)
+        self.bounds = (visual,)
         self._refine_visual(self.visual.size[0].nonzero()[:, 0])
         everything = torch.arange(self.layers)
         for one in self.visual.size[0].nonzero()[:, 0].tolist():
             inside = self.visual.contents(ZERO, torch.tensor([one]))[0].sort().values
             k = max(1, round(inside.numel() / rules.semantic))
             x = means.key_points(everything, inside.expand(self.layers, -1))
-            labels = kmeans(x, k, iterations=rules.iterations)
+            labels = kmeans(x, k)
             for cluster in range(k):
                 members = inside.masked_fill(labels != cluster, -1)
                 self.semantic.fill(everything, self._open(everything, one), members, x)
         self._unmix(self.semantic, means.key_points, self._nested)
-        self._bounds = visual, rules.calibrate(self.semantic, rules.semantic)
+        self.bounds = visual, rules.calibrate(self.semantic, rules.semantic)
         self._refine(*(self.semantic.size > 0).nonzero(as_tuple=True))
 
     def _unmix(
@@ -189,9 +197,8 @@ class Hierarchy:
         rules, least = self.rules, torch.full((level.layers,), FLOOR, dtype=level.variance.dtype)
         bounds = Bounds(least, least, rules.alpha, rules.smallest, level.owner.shape[1])
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
-        refine(level, bounds, points, layer, cluster, split, gain=rules.unmix, iterations=rules.iterations)
-        layer, cluster = (level.size > 0).nonzero(as_tuple=True)
-        level.set("limit", layer, cluster, 0.0)
+        refine(level, bounds, points, layer, cluster, split, rules.unmix)
+        level.set("limit", *(level.size > 0).nonzero(as_tuple=True), 0.0)
 
     def _open(self, layer: Tensor, parent: int) -> Tensor:
         """New semantic clusters at `layer` [b] inside the visual cluster `parent`."""
@@ -226,9 +233,9 @@ class Hierarchy:
                 self._cut(one, other)
                 made.append(other)
 
-        rules, points = self.rules, self.means.look_points
-        given = self.visual, self.bounds[0], points, torch.zeros_like(cluster), cluster, split
-        self.counters["visual_splits"] += refine(*given, gain=rules.gain, iterations=rules.iterations)
+        points, layer = self.means.look_points, torch.zeros_like(cluster)
+        refine(self.visual, self.bounds[0], points, layer, cluster, split, self.rules.gain)
+        self.counters["visual_splits"] += len(made)
         return made
 
     def _cut(self, old: int, new: int) -> None:
@@ -325,7 +332,7 @@ class Hierarchy:
         mini, c, s2 = self._nearest(layer, ids.masked_fill(~waiting, -1), u)
         n = level.size[layer, mini] + 1
         bounds = self.bounds[1]
-        assert bounds.largest is not None
+
         fits = (s2 <= bounds.threshold(layer, n)) & (n <= bounds.largest) & waiting.any(1)
         if bool(fits.any()):
             level.add(layer[fits], mini[fits], unit, c[fits], s2[fits])
@@ -371,21 +378,15 @@ class Hierarchy:
             for one in [mini for mini in self.buffer[layer] if int(level.home[layer, mini]) == home]:
                 other = at[0], torch.tensor([one])
                 both = torch.cat([level.contents(*at), level.contents(*other)], 1)
-                joined = merge(
-                    *(
-                        rows[pair]
-                        for pair in (at, other)
-                        for rows in (level.centroid, level.variance, level.size)
-                    )
-                )
+                rows = level.centroid, level.variance, level.size
+                joined = merge(*(row[pair] for pair in (at, other) for row in rows))
                 size = level.size[at] + level.size[other]
                 self.children.remove(int(level.parent[other]), *other)
                 level.release(layer, one)
                 level.write(*at, both, *joined, size)
                 self.buffer[layer].remove(one)
             level.set("lazy", *at, 0)
-            splits = self._refine(*at)
-            self.counters["deferred_splits"] += splits
+            self.counters["deferred_splits"] += self._refine(*at)
             self.counters["resolved"] += 1
 
     def _nested(self, layer: Tensor, old: Tensor, new: Tensor) -> None:
@@ -393,6 +394,5 @@ class Hierarchy:
         self.children.add(self.semantic.parent[layer, old], layer, new)
 
     def _refine(self, layer: Tensor, cluster: Tensor) -> int:
-        points, rules = self.means.key_points, self.rules
-        given = self.semantic, self.bounds[1], points, layer, cluster, self._nested
-        return refine(*given, gain=rules.gain, iterations=rules.iterations)
+        points, bounds = self.means.key_points, self.bounds[1]
+        return refine(self.semantic, bounds, points, layer, cluster, self._nested, self.rules.gain)

@@ -50,7 +50,6 @@ class Rules:
     buffer: int
     smallest: int = 4
     largest: int = 32
-    iterations: int = 10
     tau_small: float = 1.25
     tau_large: float = 2.0
     alpha: float = 8.0
@@ -62,19 +61,19 @@ class Rules:
         """The largest cluster of a level of mean size `mean`, in the proportion of the semantic level's."""
         return self.largest * mean // self.semantic
 
-    def calibrate(self, level: ClusterTable, mean: int | None) -> Bounds:
-        """From the clusters that a level has now, of mean size `mean`; None: it has no bounds yet."""
+    def calibrate(self, level: ClusterTable, mean: int) -> Bounds:
+        """From the clusters that a level has now, of mean size `mean`."""
         used = slice(0, level.used)
         s2, n = level.variance[:, used], level.size[:, used]
         weight = n.to(s2.dtype)
         usual = (s2 * weight).sum(1) / weight.sum(1).clamp_min(1)
         small, large = ((tau * usual).clamp(FLOOR, CAP) for tau in (self.tau_small, self.tau_large))
-        return Bounds(small, large, self.alpha, self.smallest, None if mean is None else self.most(mean))
+        return Bounds(small, large, self.alpha, self.smallest, self.most(mean))
 
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """What a cluster of one level may be. `largest` None: any size and any variance.
+    """What a cluster of one level may be.
 
     Mosaic's equation 5: the variance that a cluster may have goes from `small` to `large` [L] as it grows, at rate `alpha`.
     Small clusters are held to the lower bound, as the equation's symbols say; the population variance of few points
@@ -85,7 +84,7 @@ class Bounds:
     large: Tensor
     alpha: float
     smallest: int
-    largest: int | None
+    largest: int
 
     def threshold(self, layer: Tensor, n: Tensor) -> Tensor:
         """That of clusters of size `n` [...] at layers `layer` [...]."""
@@ -94,8 +93,6 @@ class Bounds:
 
     def exceeded(self, layer: Tensor, n: Tensor, s2: Tensor, limit: Tensor) -> Tensor:
         """[b] whether clusters of size `n`, variance `s2` and own limit `limit` [b] must be split."""
-        if self.largest is None:
-            return torch.zeros_like(n, dtype=torch.bool)
         loose = s2 > torch.maximum(self.threshold(layer, n), limit)
         return ((n >= self.smallest) & loose) | (n > self.largest)
 
@@ -107,9 +104,7 @@ def refine(
     layer: Tensor,
     cluster: Tensor,
     split: Callable[[Tensor, Tensor, Tensor], None],
-    *,
     gain: float,
-    iterations: int,
 ) -> int:
     """Bisect the clusters (layer [b], cluster [b]) that exceed their bounds until none does; the number of splits.
 
@@ -127,8 +122,8 @@ def refine(
         members = level.contents(layer, cluster)
         present = members >= 0
         x = vectors(layer, members)
-        label = bisect(x, present, iterations) if depth < DEEPEST else halve(present)
-        forced = n > (bounds.largest or 0)
+        label = bisect(x, present) if depth < DEEPEST else halve(present)
+        forced = n > bounds.largest
         (_, s2_a, n_a), (_, s2_b, n_b) = (summary(x, label == side) for side in (0, 1))
         weak = pooled(s2_a, n_a, s2_b, n_b) > (1 - gain) * s2 if depth < DEEPEST else torch.ones_like(forced)
         label = torch.where((weak & forced)[:, None], halve(present), label)
@@ -357,7 +352,7 @@ def kmeans(
     return label.masked_fill(~here, -1)
 
 
-def bisect(x: Tensor, present: Tensor, iterations: int = 10) -> Tensor:
+def bisect(x: Tensor, present: Tensor) -> Tensor:
     """`kmeans` of two, from the pair of points of the smallest cosine (of equal ones the earliest); [B, n] of 0, 1, -1."""
     n = x.shape[1]
     pair = present[:, :, None] & present[:, None, :]
@@ -365,7 +360,7 @@ def bisect(x: Tensor, present: Tensor, iterations: int = 10) -> Tensor:
     far = (x @ x.mT).masked_fill(~pair, torch.inf).flatten(1).argmin(1)
     ends = torch.stack([far // n, far % n], 1)
     seeds = x.gather(1, ends[:, :, None].expand(-1, -1, x.shape[2]))
-    return kmeans(x, 2, present=present, seeds=seeds, iterations=iterations)
+    return kmeans(x, 2, present=present, seeds=seeds)
 
 
 def halve(present: Tensor) -> Tensor:

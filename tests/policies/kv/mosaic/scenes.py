@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry
+from mmaccel.policies.kv.mosaic import ClusterIndex, Clusters
 from mmaccel.policies.kv.mosaic.clusters import summary
-from mmaccel.policies.kv.mosaic.index import ClusterIndex
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
 
@@ -48,7 +48,7 @@ def runs(units: int, seed: int = 0, kinds: int = 7, hold: int = 7) -> list[int]:
 
 def tree_of(layers: int = 2, lift: float = 0.5, **rules: Any) -> Hierarchy:
     means = UnitMeans(layers, LOOK, WIDTH, torch.float64, torch.device("cpu"), lift)
-    return Hierarchy(Rules(**{**SMALL, **rules}), means, layers, LOOK, WIDTH)
+    return Hierarchy(Rules(**{**SMALL, **rules}), means)
 
 
 def index_of(tree: Hierarchy, device: str = "cpu", fresh: bool = False, **how: Any) -> ClusterIndex:
@@ -56,8 +56,8 @@ def index_of(tree: Hierarchy, device: str = "cpu", fresh: bool = False, **how: A
     for level in (tree.semantic, tree.visual):
         level.dirty = level.size > 0
     geometry = Geometry(layers=tree.layers, heads=1, kv_heads=1, head_dim=WIDTH, hidden=LOOK, vocab=1)
-    stream: Any = SimpleNamespace(unit=1, dtype=torch.float32)
-    index = ClusterIndex(tree.rules, stream, geometry, torch.device(device), 4, summaries=True, **how)
+    stream: Any = SimpleNamespace(unit=1, units=int, dtype=torch.float32)
+    index = ClusterIndex(Clusters(**how), stream, geometry, torch.device(device), 4, summaries=True)
     index.tree = tree
     if not fresh:
         index.refresh()

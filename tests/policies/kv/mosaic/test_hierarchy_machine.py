@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -59,8 +62,9 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def reload(self) -> None:
         tree = tree_of()
-        kept = {name: tensor.clone() for name, tensor in self.tree.tensors().items()}
-        tree.load(kept, self.tree.buffer, dict(self.tree.counters))
+        with TemporaryDirectory() as folder:
+            self.tree.save(Path(folder), [])
+            assert tree.load(Path(folder), len(self.scenes)) == []
         self.tree, self.mark = tree, None
 
     @invariant()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmaccel.policies.kv._index import Found
-from mmaccel.policies.kv.mosaic.index import FEWEST, STAGE, ClusterIndex
+from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from tests.policies.kv.mosaic.scenes import LOOK, WIDTH, feed, index_of, plant, runs, tree_of
 
@@ -132,7 +132,7 @@ def there(tree: Hierarchy, layer: int, end: int) -> list[int]:
 def test_cosine_knows_no_length() -> None:
     tree = tree_of(visual=3)
     feed(tree, plant(runs(70)), 8)
-    a, b = (index_of(tree, cosine=True).search(0, query(2) * s, 7, 70) for s in (1, 50))
+    a, b = (index_of(tree, similarity="cosine").search(0, query(2) * s, 7, 70) for s in (1, 50))
     assert torch.equal(a.entries, b.entries)
 
 
@@ -186,7 +186,7 @@ def test_a_cluster_that_is_taken_back_is_found_no_more(count: int) -> None:
 
 def test_the_first_stage_may_go_by_looks(tree: Hierarchy) -> None:
     """As the paper has it: whole visual clusters by the angle of their mean look, whatever the layer's query is."""
-    index = index_of(tree, by_look=True)
+    index = index_of(tree, first_stage="look")
     for seed in range(5):
         look = torch.randn(LOOK, generator=torch.Generator().manual_seed(seed))
         index.by(look)

@@ -52,7 +52,7 @@ def test_the_threshold_moves_from_one_bound_to_the_other() -> None:
     small, large = torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.6])
     layer, n = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 9])
     grown = 1 - math.exp(-8 / 8)
-    found = Bounds(small, large, 8.0, 4, None).threshold(layer, n)
+    found = Bounds(small, large, 8.0, 4, 32).threshold(layer, n)
     assert found.tolist() == pytest.approx([0.1, 0.2, 0.2 + 0.4 * grown])
 
 
@@ -62,6 +62,6 @@ def test_the_threshold_is_calibrated_layer_by_layer() -> None:
     level = ClusterTable(3, 1, torch.float32)
     level.variance, level.size = s2, n
     level._count_ids()
-    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(level, None)
+    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(level, 1)
     assert made.small.tolist() == pytest.approx([1.25 * 0.175, FLOOR, CAP])
     assert made.large.tolist() == pytest.approx([2 * 0.175, FLOOR, CAP])

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from mmaccel.policies.kv._index import Index
-from mmaccel.policies.kv.mosaic.index import ClusterIndex
+from mmaccel.policies.kv.mosaic import ClusterIndex
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from tests.policies.kv.mosaic.scenes import feed, index_of, plant, runs, tree_of
 

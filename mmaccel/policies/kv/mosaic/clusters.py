@@ -7,7 +7,6 @@ squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -77,6 +76,7 @@ class ClusterTable:
         self.members = torch.zeros(layers, 0, 1, dtype=torch.long)
         self.lazy, self.dirty, self._noted = (torch.zeros(layers, 0, dtype=torch.bool) for _ in range(3))
         self._journal: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+        self._children: dict[int, Tensor] = {}
         self._units = 0
         self._count_ids()
 
@@ -113,6 +113,7 @@ class ClusterTable:
         new = torch.tensor(ids, dtype=torch.long)
         self._note(layer, new)
         self.parent[layer, new] = parent
+        self._children.clear()
         self.home[layer, new] = -1
         self.lazy[layer, new] = False
         self.limit[layer, new] = 0
@@ -159,6 +160,8 @@ class ClusterTable:
         self._note(layer, cluster)
         getattr(self, name)[layer, cluster] = value
         self.dirty[layer, cluster] = True
+        if name == "parent":
+            self._children.clear()
 
     def release(self, layer: int, cluster: int) -> None:
         """Free an id; its units belong to other clusters by now."""
@@ -166,6 +169,7 @@ class ClusterTable:
         self._note(*at)
         for name, value in (("size", 0), ("members", -1), ("parent", -1), ("home", -1), ("lazy", 0)):
             getattr(self, name)[at] = value
+        self._children.clear()
         self.dirty[at] = True
         heapq.heappush(self._free[layer], cluster)
 
@@ -178,6 +182,17 @@ class ClusterTable:
         """The members [b, m] of (layer [b], cluster [b]), as wide as the largest; -1: none."""
         size = self.size[layer, cluster]
         return self.members[layer, cluster, : int(size.max()) if size.numel() else 0]
+
+    def children(self, parent: int) -> Tensor:
+        """[L, W] clusters under `parent` at each layer, ascending, then -1: so a newcomer is compared with few. Kept until a
+        parent changes; not to be written to."""
+        if parent not in self._children:
+            layer, cluster = (self.parent[:, : self.used] == parent).nonzero(as_tuple=True)
+            count = layer.bincount(minlength=self.layers)
+            rank = torch.arange(len(layer)) - (count.cumsum(0) - count)[layer]
+            found = self._children[parent] = torch.full((self.layers, int(count.max())), -1)
+            found[layer, rank] = cluster
+        return self._children[parent]
 
     def changed(self) -> tuple[Tensor, Tensor]:
         """(layer [b], cluster [b]) of the clusters that have changed since this was last asked."""
@@ -254,6 +269,7 @@ class ClusterTable:
 
     def _count_ids(self) -> None:
         """Free ids are those below the last one in use that have no units; the lowest goes first."""
+        self._children.clear()
         self._used: list[int] = []
         self._free: list[list[int]] = []
         for size in self.size:
@@ -281,44 +297,6 @@ class ClusterTable:
         if have < width:
             more = torch.full((*self.members.shape[:2], max(width - have, have)), -1, dtype=torch.long)
             self.members = torch.cat([self.members, more], 2)
-
-
-class Children:
-    """Ids of children by (parent, layer), so that a newcomer is compared with the few clusters inside its parent alone."""
-
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._ids: dict[tuple[int, int], list[int]] = {}
-        self._tables: dict[int, Tensor] = {}
-        """What `children` gave, of parents that have not changed since."""
-
-    @classmethod
-    def of_parents(cls, parent: Tensor) -> Children:
-        """From the parent [L, C] of every cluster, -1 for none."""
-        made, (layer, cluster) = cls(len(parent)), (parent >= 0).nonzero(as_tuple=True)
-        made.add(parent[layer, cluster], layer, cluster)
-        return made
-
-    def add(self, parent: Tensor, layer: Tensor, child: Tensor) -> None:
-        """Children [b] of (parent [b], layer [b])."""
-        for up, at, one in zip(parent.tolist(), layer.tolist(), child.tolist(), strict=True):
-            bisect.insort(self._ids.setdefault((up, at), []), one)
-            self._tables.pop(up, None)
-
-    def remove(self, parent: int, layer: Tensor, child: Tensor) -> None:
-        """Children [b] of `parent` at layers [b] are its children no more."""
-        for at, one in zip(layer.tolist(), child.tolist(), strict=True):
-            self._ids[parent, at].remove(one)
-        self._tables.pop(parent, None)
-
-    def children(self, parent: int) -> Tensor:
-        """[L, W] children of `parent` at each layer in ascending order, then -1; not to be written to."""
-        if parent not in self._tables:
-            rows = [self._ids.get((parent, layer), []) for layer in range(self._layers)]
-            width = max(map(len, rows))
-            padded = [row + [-1] * (width - len(row)) for row in rows]
-            self._tables[parent] = torch.tensor(padded, dtype=torch.long).view(self._layers, width)
-        return self._tables[parent]
 
 
 class Matching:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.core import checkpoint_io
 from mmaccel.core.errors import ModelError
-from mmaccel.policies.kv.mosaic.clusters import Children, ClusterTable, Matching, insert, merge, one_thread
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, Matching, insert, merge, one_thread
 from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, refine
 
 FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
@@ -41,7 +41,6 @@ class Hierarchy:
         means = self.means
         self.visual = ClusterTable(1, means.look.shape[1] + 1, means.work)
         self.semantic = ClusterTable(self.layers, means.key.shape[2] + 1, means.work)
-        self.children = Children(self.layers)
         self.buffer: list[list[int]] = [[] for _ in range(self.layers)]
         """Of each layer the buffered clusters, the oldest first."""
         self.bounds: tuple[Bounds, ...] = ()
@@ -62,7 +61,6 @@ class Hierarchy:
         if bounds:
             self.visual.restore()
             self.semantic.restore()
-            self.children = Children.of_parents(self.semantic.parent)
             self.buffer = [list(ids) for ids in buffer]
             self.means.cut(units)
         else:
@@ -115,7 +113,6 @@ class Hierarchy:
             most = rules.most(rules.visual if above is None else rules.semantic)
             self.bounds += (Bounds(small, large, rules.alpha, rules.smallest, most),)
             means.centre = found["centre_look"], found["centre_key"]
-        self.children = Children.of_parents(self.semantic.parent)
         return absent
 
     @property
@@ -170,7 +167,7 @@ class Hierarchy:
         for one in range(count):
             members = (label == one).nonzero().T
             self.visual.fill(ZERO, self.visual.take(ZERO, ZERO - 1), members, looks[members])
-        self._unmix(self.visual, means.look_points, lambda *_: None)
+        self._unmix(self.visual, means.look_points)
         visual = rules.calibrate(self.visual, rules.visual)
         self.bounds = (visual,)
         self._refine_visual(self.visual.size[0].nonzero()[:, 0])
@@ -182,30 +179,19 @@ class Hierarchy:
             labels = kmeans(x, k)
             for cluster in range(k):
                 members = inside.masked_fill(labels != cluster, -1)
-                self.semantic.fill(everything, self._open(everything, one), members, x)
-        self._unmix(self.semantic, means.key_points, self._nested)
+                ids = self.semantic.take(everything, torch.full_like(everything, one))
+                self.semantic.fill(everything, ids, members, x)
+        self._unmix(self.semantic, means.key_points)
         self.bounds = visual, rules.calibrate(self.semantic, rules.semantic)
         self._refine(*(self.semantic.size > 0).nonzero(as_tuple=True))
 
-    def _unmix(
-        self,
-        level: ClusterTable,
-        points: Callable[[Tensor, Tensor], Tensor],
-        split: Callable[[Tensor, Tensor, Tensor], None],
-    ) -> None:
+    def _unmix(self, level: ClusterTable, points: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Split the clusters that lose the share `unmix` of their variance by it."""
         rules, least = self.rules, torch.full((level.layers,), FLOOR, dtype=level.variance.dtype)
         bounds = Bounds(least, least, rules.alpha, rules.smallest, level.owner.shape[1])
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
-        refine(level, bounds, points, layer, cluster, split, rules.unmix)
+        refine(level, bounds, points, layer, cluster, rules.unmix)
         level.set("limit", *(level.size > 0).nonzero(as_tuple=True), 0.0)
-
-    def _open(self, layer: Tensor, parent: int) -> Tensor:
-        """New semantic clusters at `layer` [b] inside the visual cluster `parent`."""
-        up = torch.full_like(layer, parent)
-        ids = self.semantic.take(layer, up)
-        self.children.add(up, layer, ids)
-        return ids
 
     def _place_look(self, unit: int, row: int, matching: Matching) -> int:
         """The visual cluster of `unit`, the `row`-th of those being matched."""
@@ -234,13 +220,13 @@ class Hierarchy:
                 made.append(other)
 
         points, layer = self.means.look_points, torch.zeros_like(cluster)
-        refine(self.visual, self.bounds[0], points, layer, cluster, split, self.rules.gain)
+        refine(self.visual, self.bounds[0], points, layer, cluster, self.rules.gain, split)
         self.counters["visual_splits"] += len(made)
         return made
 
     def _cut(self, old: int, new: int) -> None:
         """Some units of the visual cluster `old` are in `new` now: so are they at each layer, in clusters of their own."""
-        children = self.children.children(old)
+        children = self.semantic.children(old)
         layer, at = (children >= 0).nonzero(as_tuple=True)
         if not layer.numel():
             return
@@ -257,12 +243,9 @@ class Hierarchy:
             level.fill(at, piece, members.masked_fill(~gone, -1), x)
             level.fill(at, ids, members.masked_fill(gone, -1), x)
             level.set("limit", at, piece, level.limit[at, ids])
-            self.children.add(torch.full_like(piece, new), at, piece)
             self.counters["cuts"] += at.numel()
             apart = torch.cat([at, at]), torch.cat([ids, piece])
         level.set("parent", layer[whole], cluster[whole], new)
-        self.children.remove(old, layer[whole], cluster[whole])
-        self.children.add(torch.full_like(layer[whole], new), layer[whole], cluster[whole])
         self._part_buffers()
         if apart is not None:
             # A part may vary more than the whole did.
@@ -281,7 +264,7 @@ class Hierarchy:
         """Unit `unit`, the points `u` [L, d], joins a cluster inside `parent` at every layer. Units from `resident` on
         are on the device, and those `cached` [L, N]."""
         level, layer = self.semantic, torch.arange(self.layers)
-        children = self.children.children(parent)
+        children = level.children(parent)
         if not children.shape[1]:
             self._alone(layer, parent, unit, u)
             return
@@ -310,7 +293,7 @@ class Hierarchy:
             self._defer(layer[wait], near[wait], children[wait], parent, unit, u[wait])
 
     def _alone(self, layer: Tensor, parent: int, unit: int, u: Tensor) -> Tensor:
-        ids = self._open(layer, parent)
+        ids = self.semantic.take(layer, torch.full_like(layer, parent))
         self.semantic.fill(layer, ids, torch.full((layer.numel(), 1), unit), u[:, None])
         return ids
 
@@ -381,7 +364,6 @@ class Hierarchy:
                 rows = level.centroid, level.variance, level.size
                 joined = merge(*(row[pair] for pair in (at, other) for row in rows))
                 size = level.size[at] + level.size[other]
-                self.children.remove(int(level.parent[other]), *other)
                 level.release(layer, one)
                 level.write(*at, both, *joined, size)
                 self.buffer[layer].remove(one)
@@ -389,10 +371,6 @@ class Hierarchy:
             self.counters["deferred_splits"] += self._refine(*at)
             self.counters["resolved"] += 1
 
-    def _nested(self, layer: Tensor, old: Tensor, new: Tensor) -> None:
-        """Semantic clusters `new` [b] have been split off `old` [b]."""
-        self.children.add(self.semantic.parent[layer, old], layer, new)
-
     def _refine(self, layer: Tensor, cluster: Tensor) -> int:
         points, bounds = self.means.key_points, self.bounds[1]
-        return refine(self.semantic, bounds, points, layer, cluster, self._nested, self.rules.gain)
+        return refine(self.semantic, bounds, points, layer, cluster, self.rules.gain)

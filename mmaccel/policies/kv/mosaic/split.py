@@ -103,8 +103,8 @@ def refine(
     vectors: Callable[[Tensor, Tensor], Tensor],
     layer: Tensor,
     cluster: Tensor,
-    split: Callable[[Tensor, Tensor, Tensor], None],
     gain: float,
+    split: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> int:
     """Bisect the clusters (layer [b], cluster [b]) that exceed their bounds until none does; the number of splits.
 
@@ -137,7 +137,8 @@ def refine(
             mine = label == side
             level.fill(layer, ids, members.masked_fill(~mine, -1), x)
             level.set("limit", layer, ids, 0.0)
-        split(layer, cluster, new)
+        if split is not None:
+            split(layer, cluster, new)
         splits += layer.numel()
         layer, cluster = torch.cat([layer, layer]), torch.cat([cluster, new])
     return splits

@@ -129,7 +129,7 @@ def _audit_nest(tree: Hierarchy) -> None:
         above = level.parent[layer, level.owner[layer, units]]
         assert torch.equal(above, tree.visual.owner[0, units]), "a cluster lies in two visual ones"
         for one in tree.visual.size[0].nonzero()[:, 0].tolist():
-            told = tree.children.children(one)[layer]
+            told = level.children(one)[layer]
             assert (
                 told[told >= 0].tolist()
                 == ((level.parent[layer] == one) & (level.size[layer] > 0)).nonzero()[:, 0].tolist()

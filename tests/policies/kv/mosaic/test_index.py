@@ -176,7 +176,7 @@ def test_a_cluster_that_is_taken_back_is_found_no_more(count: int) -> None:
     index = index_of(tree)
     mark, zero = tree.checkpoint(), torch.zeros(1, dtype=torch.long)
     for _ in range(count):
-        new = tree._open(zero, 0)
+        new = tree.semantic.take(zero, zero)
         tree.semantic.dirty[zero, new] = True
     tree.restore(mark)
     index.refresh()

@@ -43,49 +43,12 @@ class Former:
     speed: tuple[Any, ...] = ()
 
 
-def _among(value: Any, choices: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of `choices`, or of a type among them; true and 1 are two values."""
-    same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in choices)
-    return type(value) in choices or any(same)
-
-
 def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
     """Set field `new` to the `value` that a former spelling, `old`, comes to; raises where both are given and disagree."""
     if new in given and given[new] != value:
         raise RecipeError(f"{who}: {old} means {new}: {value}, and {new} is given; leave the former out.")
     given[new] = value
     warn(f"{who}: {old} is the former spelling; write {new}: {value}.")
-
-
-def upgraded(who: str, fields: Mapping[str, Any], former: Mapping[str, Former], index: Any) -> dict[str, Any]:
-    """`fields` without the `former` ones, of which those of the index, by default `index`, are moved there."""
-    given, moved = dict(fields), dict[str, Any]()
-    for name, one in former.items():
-        if name not in given:
-            continue
-        value = given.pop(name)
-        if one.part:
-            moved[name] = value
-        elif not _among(value, (one.default, *one.speed)):
-            told = f"the field {name} is gone, and {shown(value)} is not what it became"
-            raise RecipeError(f"{who}: {told}: {one.why}; leave it out.")
-        elif value != one.default:
-            warn(f"{who}: the field {name} is gone, and it changed no answer: {one.why}; leave it out.")
-    if not moved:
-        return given
-    own = given.get("index", index)
-    own = {"name": own} if isinstance(own, str) else own
-    if not isinstance(own, Mapping):
-        raise RecipeError(f"{who}: {', '.join(moved)} are fields of the index; set them there.")
-    for name, value in moved.items():
-        if own.get(name, value) != value:
-            raise RecipeError(
-                f"{who}: {name} is {shown(value)}, and another in its index; set it there alone."
-            )
-    given["index"] = {**own, **moved}
-    told = ", ".join(f"{name}: {value}" for name, value in given["index"].items())
-    warn(f"{who}: {', '.join(moved)} moved to the index; write index: {{{told}}}.")
-    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +118,37 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        return upgraded(cls.name, fields, cls.FORMER, cls.__dataclass_fields__["index"].default)
+        """`fields` without the `FORMER` ones, of which those of the index are moved there; raises where one cannot be."""
+        given, moved = dict(fields), dict[str, Any]()
+        for name, one in cls.FORMER.items():
+            if name not in given:
+                continue
+            value, known = given.pop(name), (one.default, *one.speed)
+            # True and 1 are two values.
+            same = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in known)
+            if one.part:
+                moved[name] = value
+            elif type(value) not in known and not any(same):
+                told = f"the field {name} is gone, and {shown(value)} is not what it became"
+                raise RecipeError(f"{cls.name}: {told}: {one.why}; leave it out.")
+            elif value != one.default:
+                told = f"the field {name} is gone, and it changed no answer"
+                warn(f"{cls.name}: {told}: {one.why}; leave it out.")
+        if not moved:
+            return given
+        own = given.get("index", cls.__dataclass_fields__["index"].default)
+        own = {"name": own} if isinstance(own, str) else own
+        if not isinstance(own, Mapping):
+            raise RecipeError(f"{cls.name}: {', '.join(moved)} are fields of the index; set them there.")
+        for name, value in moved.items():
+            if own.get(name, value) != value:
+                raise RecipeError(
+                    f"{cls.name}: {name} is {shown(value)}, and another in its index; set it there alone."
+                )
+        given["index"] = {**own, **moved}
+        told = ", ".join(f"{name}: {value}" for name, value in given["index"].items())
+        warn(f"{cls.name}: {', '.join(moved)} moved to the index; write index: {{{told}}}.")
+        return given
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.kv import CacheSlot, Stream, StreamPass
+from mmaccel.core.kv import Stream, StreamPass
 from mmaccel.core.replay import Replays
 from mmaccel.policies.kv._index import Chosen, Found, Index, closed_up, summary_positions, unit_positions
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
@@ -67,7 +66,6 @@ class ArchivedMemory(StreamMemory):
         self._encodes, self._encoded = False, list[Tensor]()
         self._found: dict[int, Found] = {}
         self._entering: Tensor | None = None
-        self._summary_bias: list[Tensor | None] = [None] * geometry.layers
         self._recalled = self._questions = 0
 
     def set_query_fields(self, policy: Any) -> None:
@@ -194,7 +192,7 @@ class ArchivedMemory(StreamMemory):
                 in_units(out[side], unit).copy_(in_units(rows[0], unit).index_select(1, chosen.entries))
         if chosen.ahead is not None:
             self.prefetcher.prefetch(layer + 1, chosen.ahead)
-        angles, self._summary_bias[layer] = self._stand(layer, chosen, raw)
+        angles, asked.bias = self._stand(layer, chosen, raw)
         self.prefetcher.arrive(layer)
 
         def finish() -> tuple[Tensor, ...]:
@@ -305,9 +303,6 @@ class ArchivedMemory(StreamMemory):
         heads of a group summed, for they share their keys."""
         return clusters.folded(query, count, self.geometry.kv_heads)
 
-    def _slot(self, layer: int, query: Tensor, piece: StreamPass) -> CacheSlot:
-        return replace(super()._slot(layer, query, piece), bias=self._summary_bias[layer])
-
     @contextmanager
     def question_scope(self) -> Iterator[None]:
         try:
@@ -319,7 +314,6 @@ class ArchivedMemory(StreamMemory):
             self.prefetcher.drop()
             self.prediction.settle()
             self._entering = None
-            self._summary_bias = [None] * len(self._summary_bias)
             # What was retrieved has been on the device: the splits that it owed are made, if passes of the stream make none.
             found, self._found = self._found, {}
             if found and (not self.encode_budget or self.index.retrievals_split):

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -104,43 +105,33 @@ class Ring(NamedTuple):
 @dataclass(eq=False)
 class Asked:
     """What a question sees at one layer: turned keys and values with room for more; `base` columns of it, in which `seen`
-    units stand, come before the question."""
+    units stand, come before the question; `bias` is that of `KVView`."""
 
     key: Tensor
     value: Tensor
     base: int
     seen: int
+    bias: Tensor | None = None
 
 
 class Rope:
-    """Rotates keys and queries [1, heads, n, D]; the angles of a name are made once until `forget`."""
+    """Rotates keys and queries [1, heads, n, D]: `angles` gives those of positions [n] or [3, n], `apply` rotates by them. The
+    angles of a name are made once until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
+        self.angles, self.apply, self._model = partial(model.angles, dtype=dtype), model.turn, model
         self._kept: dict[Hashable, Angles] = {}
-
-    def forget(self) -> None:
-        """The next pass begins."""
-        self._kept.clear()
-
-    def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
-        """The angles of `positions()` [n] or [3, n], made when `name` is new."""
-        found = self._kept.get(name)
-        if found is None:
-            found = self._kept[name] = self._model.angles(positions(), self._dtype)
-        return found
-
-    def angles(self, positions: Tensor) -> Angles:
-        """The angles of `positions` [n] or [3, n], which no other layer shares."""
-        return self._model.angles(positions, self._dtype)
-
-    def apply(self, x: Tensor, angles: Angles) -> Tensor:
-        """`x` rotated by `angles`, which are those of as many positions."""
-        return self._model.turn(x, angles)
+        self.forget = self._kept.clear
 
     def apply_(self, x: Tensor, angles: Angles) -> None:
         """`apply` in place."""
         self._model.turn_(x, angles)
+
+    def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
+        """The angles of `positions()` [n] or [3, n], made when `name` is new."""
+        if name not in self._kept:
+            self._kept[name] = self.angles(positions())
+        return self._kept[name]
 
 
 class PassState(StreamState):

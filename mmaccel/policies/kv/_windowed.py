@@ -189,7 +189,7 @@ class StreamMemory(PassState):
         )
         start, end = asked.base + extra, asked.base + extra + max(piece.rows, MARGIN)
         asked.key, asked.value = (grow_buffer(x, 2, end, used=start) for x in (asked.key, asked.value))
-        return CacheSlot(asked.key, asked.value, start, angles)
+        return CacheSlot(asked.key, asked.value, start, angles, asked.bias)
 
     def _answer(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
         slot = self._slot(layer, query, piece)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import FrameState, KVView, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.kv import FrameState, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import Full
 
@@ -93,17 +93,10 @@ class _Frames(FrameState):
     def fresh(self) -> StreamState:
         return Full().stream(*self._parts)
 
-    def begin_pass(self, piece: StreamPass) -> None:
+    def begin_pass(self, *_: Any) -> Any:
         raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")
 
-    def end_pass(self) -> None:
-        raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        raise ModelError("kv: a memory of frames takes no keys; run the one it opens.")
-
-    def view(self, layer: int, query: Tensor) -> KVView:
-        raise ModelError("kv: a memory of frames has no keys to show; run the one it opens.")
+    end_pass = append = view = begin_pass
 
     def units(self) -> int:
         return self._count

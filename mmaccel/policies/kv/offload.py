@@ -55,22 +55,17 @@ class OffloadStream(WholeStream):
         if head is None:
             self._heads[layer] = key, value
             return key, value
-        past = self._past(layer, head, self._count)
+        past = self.store.fetch(layer, range(self._count))
         if piece is not None and piece.kind == "units":
             self.store.put(layer, range(piece.first, piece.first + piece.count), key, value)
-            return torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
-        end, old = self._extra + key.shape[2], self._turns[layer] or (None, None)
-        held_key = grow_buffer(old[0], 2, end, like=key, used=self._extra)
-        held_value = grow_buffer(old[1], 2, end, like=value, used=self._extra)
-        held_key[:, :, self._extra : end], held_value[:, :, self._extra : end] = key, value
-        self._turns[layer] = held_key, held_value
-        return torch.cat([past[0], held_key[:, :, :end]], 2), torch.cat([past[1], held_value[:, :, :end]], 2)
-
-    def _past(self, layer: int, head: Pair, units: int) -> Pair:
-        if not units:
-            return head
-        key, value = self.store.fetch(layer, range(units))
-        return torch.cat([head[0], key[None]], 2), torch.cat([head[1], value[None]], 2)
+        else:
+            end, old = self._extra + key.shape[2], self._turns[layer] or (None, None)
+            held_key = grow_buffer(old[0], 2, end, like=key, used=self._extra)
+            held_value = grow_buffer(old[1], 2, end, like=value, used=self._extra)
+            held_key[:, :, self._extra : end], held_value[:, :, self._extra : end] = key, value
+            self._turns[layer] = held_key, held_value
+            key, value = held_key[:, :, :end], held_value[:, :, :end]
+        return torch.cat([head[0], past[0][None], key], 2), torch.cat([head[1], past[1][None], value], 2)
 
     def begin_pass(self, piece: StreamPass) -> None:
         super().begin_pass(piece)

@@ -151,10 +151,10 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
             fetcher.begin(options.frames)
             for layer, entries in enumerate(wanted):
                 code = fetcher.codes(layer, entries)
-                fetcher.bring(layer, entries, code, len(entries), out, pair)  # type: ignore[arg-type]
+                ready = fetcher.bring(layer, entries, code, len(entries), out, pair)  # type: ignore[arg-type]
                 if ahead and layer + 1 < options.layers:
                     fetcher.prefetch(layer + 1, fetcher.foretell(layer + 1, wanted[layer + 1]))
-                fetcher.arrive(layer)
+                store.lanes.compute.wait(ready)  # type: ignore[arg-type]
                 for _ in range(products):
                     product()
 

@@ -10,22 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters
+from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import check_choice
-from mmaccel.core.kv import grow_buffer
+from mmaccel.core.kv import Stream, grow_buffer
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store.slabs import on_device
-
-if TYPE_CHECKING:
-    from mmaccel.core.adapter import Geometry
-    from mmaccel.core.kv import Stream
 
 SPARE = 0.25
 """Tensors of an index on the device grow by this share, and then lie elsewhere; doubling would waste up to half of them."""
@@ -46,11 +43,8 @@ class IndexPolicy(Policy, ABC):
     def __post_init__(self) -> None:
         check_choice(self.name, "similarity", self.similarity, ("dot", "cosine"))
 
-    @abstractmethod
-    def open(
-        self, stream: Stream, geometry: Geometry, device: torch.device, window: int, summaries: bool
-    ) -> Index:
-        """An empty index of a stream whose last `window` units are on the device; `summaries`: it keeps mean values too."""
+    opens: ClassVar[type[Index]]
+    """What `Index` says makes it, of this policy."""
 
 
 class Found(NamedTuple):
@@ -106,7 +100,10 @@ class Survey:
 
 class Index(ABC):
     """key [L, C, d]: the mean raw key of each cluster. For summary tokens also value [L, C, d], the mean value, and time
-    [L, C], the mean unit number. `prepare` makes what a search needs; then a search reads nothing back."""
+    [L, C], the mean unit number. `prepare` makes what a search needs; then a search reads nothing back.
+
+    It is made of its `policy` for a stream, whose last `window` units are on the device; `summaries`: it keeps mean values.
+    """
 
     by_look = False
     """Whether searches go by visual embeddings too; see `by`."""
@@ -114,14 +111,24 @@ class Index(ABC):
     """Whether what questions retrieve changes the index, even where passes of the stream retrieve too."""
 
     def __init__(
-        self, layers: int, width: int, dtype: torch.dtype, device: torch.device, summaries: bool, cosine: bool
+        self,
+        policy: IndexPolicy,
+        stream: Stream,
+        geometry: Geometry,
+        device: torch.device,
+        window: int,
+        summaries: bool,
     ) -> None:
-        self.layers, self.device, self.cosine, self.summaries = layers, device, cosine, summaries
+        self.layers, self.device, self.geometry, self.summaries = geometry.layers, device, geometry, summaries
+        self.cosine, self._tokens, self._window = policy.similarity == "cosine", stream.unit, window
+        layers, width, dtype = geometry.layers, geometry.kv_heads * geometry.head_dim, stream.dtype
         self.key = torch.zeros(layers, 0, width, dtype=dtype, device=device)
         self.value = torch.zeros(layers, 0, width * summaries, dtype=dtype, device=device)
         self.time = torch.zeros(layers, 0, device=device)
         self.absent = torch.zeros(0, dtype=torch.bool)
         """Of units, on the host: those whose keys and values are no more."""
+        self._units = 0
+        """Units that the device knows of."""
         self._ready: Survey | None = None
         self._fixed: dict[str, Tensor] = {}
 

@@ -45,7 +45,7 @@ class Prefetcher:
     is. It is written on the compute lane and read on the wire's: who writes has waited for the readers.
 
     A question goes: `begin`; for each layer, `codes` of what it wants and `foretell` for the next one, `bring`, `prefetch`,
-    `arrive`, and `keep`. `codes`, `foretell` and `keep` are functions of tensors that stay where they are as long as `mark`
+    and `keep`. `codes`, `foretell` and `keep` are functions of tensors that stay where they are as long as `mark`
     does, so that they can be replayed. What `prefetch` guessed wrongly is never seen, and what it left out is fetched before
     `bring` returns: the result does not depend on the guess. All reads go one after the other on the wire's lane, so that
     what came ahead has been read before the next layer's takes its place.
@@ -70,7 +70,6 @@ class Prefetcher:
             self._cached = torch.full((layers, room), NEVER, device=store.device)
         self._told: list[int] = []
         self._ahead: dict[int, Mark] = {}
-        self._coming: dict[int, Mark] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._seconds = dict.fromkeys(("slack_s", "waited_s", "waited_missing_s"), 0.0)
         self._guessed: list[Tensor] = []
@@ -79,11 +78,6 @@ class Prefetcher:
         # Codes of what was gathered, and how many of them were of the store.
         self._crossing: list[Tensor] = []
         self._crossed: Tensor | None = None
-
-    @property
-    def indexed(self) -> bool:
-        """Whether entries are brought by codes."""
-        return self._store.indexed
 
     # A question.
 
@@ -136,14 +130,14 @@ class Prefetcher:
 
     def bring(
         self, layer: int, entries: Tensor, code: Tensor | None, recalled: int, out: Tensor, window: Pair
-    ) -> None:
+    ) -> Mark | None:
         """Keys and values of `entries` [n], by their codes where the store is `indexed`, into `out` [2, G, n * P, D],
-        where they are after `arrive`; `window` are those [1, G, n * P, D] of the window. Entries after the first `recalled`
-        ones are not counted."""
+        where they are after the mark, if one is given; `window` are those [1, G, n * P, D] of the window. Entries after the
+        first `recalled` ones are not counted."""
         tokens = self._store.shape.tokens
         if code is None:
             self._listed_into(layer, entries.tolist(), out, window)
-            return
+            return None
         held = self._place(WINDOW)[: window[0].shape[2] // tokens]
 
         def lay() -> None:
@@ -153,24 +147,18 @@ class Prefetcher:
         self._store.lanes.compute.run(lay)
         asked, ready = self._gather(code, out)
         self._brought.append(_Brought(layer, code[:recalled], self._ahead.pop(layer, None), asked, ready))
-        self._coming[layer] = ready
+        return ready
 
     def recall(self, layer: int, entries: Tensor) -> Tensor:
         """[2, G, n * P, D] of `entries` [n] that have left the window, for a pass of the stream; after `begin`. Of `counts`
         these are no part, and the cache stays that of the last question."""
         out = self._store.buffer(len(entries))
-        if not self.indexed:
+        if not self._store.indexed:
             self._store.fetch(layer, entries.tolist(), out)
             return out
         _, ready = self._gather(self.codes(layer, entries), out)
         self._store.lanes.compute.wait(ready)
         return out
-
-    def arrive(self, layer: int) -> None:
-        """What computes from now on sees what `bring` was asked for."""
-        ready = self._coming.pop(layer, None)
-        if ready is not None:
-            self._store.lanes.compute.wait(ready)
 
     def keep(self, layer: int, entries: Tensor, rows: Tensor) -> None:
         """Cache `entries` [k], ascending, of `rows` [2, G, k * P, D], instead of what was cached; of too many the last."""
@@ -190,7 +178,6 @@ class Prefetcher:
     def drop(self) -> None:
         """Give up what was fetched ahead and never asked for."""
         self._ahead.clear()
-        self._coming.clear()
 
     # What happened.
 

@@ -51,7 +51,8 @@ class ArchivedMemory(StreamMemory):
         self.policy, self.budget = policy, stream.units(policy.frames)
         self.encode_budget, self.prefetch = stream.units(policy.encode_frames), policy.prefetch
         self.reps = ALL if policy.reps is None else policy.reps
-        self.index: Index = policy.index.open(stream, geometry, device, window, policy.reps != 0)
+        own = policy.index, stream, geometry, device, window, policy.reps != 0
+        self.index: Index = policy.index.opens(*own)
         self.store = policy.store(stream, geometry, device)
         self.prefetcher = Prefetcher(self.store, geometry.layers, window, stream.units(policy.cache))
         self.prediction = QueryPrediction(geometry.layers, geometry.hidden, device)
@@ -184,16 +185,19 @@ class ArchivedMemory(StreamMemory):
         columns = few + len(chosen.entries) * unit
         asked, raw = self._space(layer, columns, columns + piece.rows + piece.room)
         out = raw[:, :, few:]
+        ready = None
         if self._first:
             assert ring is not None
-            self.prefetcher.bring(layer, chosen.entries, chosen.code, recalled, out, (ring.key, ring.value))
+            window = ring.key, ring.value
+            ready = self.prefetcher.bring(layer, chosen.entries, chosen.code, recalled, out, window)
         elif ring is not None:  # of the first unit all frames have come
             for side, rows in enumerate((ring.key, ring.value)):
                 in_units(out[side], unit).copy_(in_units(rows[0], unit).index_select(1, chosen.entries))
         if chosen.ahead is not None:
             self.prefetcher.prefetch(layer + 1, chosen.ahead)
         angles, asked.bias = self._stand(layer, chosen, raw)
-        self.prefetcher.arrive(layer)
+        if ready is not None:
+            self.store.lanes.compute.wait(ready)
 
         def finish() -> tuple[Tensor, ...]:
             """What was brought is kept in the cache; all of it is turned."""
@@ -222,7 +226,7 @@ class ArchivedMemory(StreamMemory):
             # Clusters come and go with every question: a replay has places for some more, which nobody sees.
             reps = min(-(-reps // STEP) * STEP, self.index.room)
         last = layer + 1 == self.geometry.layers
-        coded = bool(self._first) and self.prefetcher.indexed
+        coded = bool(self._first) and self.store.indexed
         guessing, wide = self.prefetch != "off" and coded and not last, int(budget * AHEAD)
         numbers, query = self._numbers, self._laid("query", query)
         hidden = None if self._entering is None else self._laid("hidden", self._entering)

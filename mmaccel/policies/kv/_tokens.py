@@ -73,6 +73,7 @@ class TokenMemory(StreamMemory):
         self, policy: TokenPolicy, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
         super().__init__(stream, geometry, model, device, window=0, local=0, positions=policy.positions)
+        self.policy: Any = policy
         self.budget, self.clip = stream.units(policy.frames) * stream.unit, stream.units(policy.clip or 1)
         self._held: list[Held | None] = [None] * geometry.layers
         self._seen: dict[int, tuple[Tensor, int]] = {}

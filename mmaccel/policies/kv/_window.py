@@ -115,7 +115,7 @@ class Asked:
 
 
 class Rope:
-    """Rotates keys and queries [1, heads, n, D]: `angles` gives those of positions [n] or [3, n], `apply` rotates by them. The
+    """Rotates keys and queries [1, heads, n, D]: `angles` are those of positions [n] or [3, n], `apply` rotates by them. The
     angles of a name are made once until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
@@ -166,6 +166,22 @@ class PassState(StreamState):
         if self._piece is None or layer not in self._new:
             raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
         return self._piece, *self._new[layer]
+
+    def end_pass(self) -> None:
+        piece = self._piece
+        if piece is None:
+            return
+        if piece.kind == "head":
+            self._headed = self.stream.head
+        elif piece.kind == "units":
+            self._move(piece)
+        elif piece.kind != "proxy":
+            self._extra += piece.rows
+        self._break_off()
+
+    def _move(self, piece: StreamPass) -> None:
+        """The units of a pass belong to the stream."""
+        self._count += piece.count
 
     def _break_off(self) -> None:
         self._piece = None

@@ -128,22 +128,15 @@ class StreamMemory(PassState):
         return show(layer, query, piece, key, value)
 
     def end_pass(self) -> None:
-        piece = self._piece
-        if piece is None:
-            return
-        if piece.kind == "head":
-            self._headed = self.stream.head
+        kind = None if self._piece is None else self._piece.kind
+        if kind == "head":
             for layer, (key, value) in self._new.items():
                 self._heads[layer] = Ring(key, self._fresh[layer], value)
-        elif piece.kind == "units":
-            self._move(piece)
-        elif piece.kind == "proxy":
+        elif kind == "proxy":
             self._asked.clear()
-        else:
-            self._extra += piece.rows
-            if piece.kind == "question":
-                self._rows.hold()
-        self._break_off()
+        elif kind == "question":
+            self._rows.hold()
+        super().end_pass()
 
     def _break_off(self) -> None:
         super()._break_off()

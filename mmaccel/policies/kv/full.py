@@ -209,18 +209,10 @@ class WholeStream(PassState):
         return places.after(self._count, self._pending, self._extra, piece.rows, own=True)
 
     def end_pass(self) -> None:
-        piece = self._piece
-        if piece is None:
-            return
-        if piece.kind == "head":
-            self._headed = self.stream.head
-        elif piece.kind == "units":
-            self._count += piece.count
-        elif piece.kind == "proxy":
+        proxy = self._piece is not None and self._piece.kind == "proxy"
+        super().end_pass()
+        if proxy:
             self._cut(self.length())
-        else:
-            self._extra += piece.rows
-        self._break_off()
 
     def checkpoint(self) -> Any:
         return self._count, self._headed

@@ -68,12 +68,12 @@ class LiveVLM(TokenPolicy):
 class LiveMemory(TokenMemory):
     """Long-term tokens up to the last `recent` units, and those whole."""
 
-    def __init__(
-        self, policy: LiveVLM, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
-    ) -> None:
-        super().__init__(policy, stream, geometry, model, device)
-        self.policy, self.recent = policy, stream.units(policy.recent)
-        self._pages = self._questions = 0
+    _pages = _questions = 0
+
+    @property
+    def recent(self) -> int:
+        """Units that stay whole."""
+        return self.stream.units(self.policy.recent)
 
     def _encode(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
         view = super()._encode(layer, query, piece, key, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,48 +20,9 @@ from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store.slabs import in_units
 
-if TYPE_CHECKING:
-    from mmaccel.core.adapter import Geometry
-    from mmaccel.core.kv import Stream
-
-
-@register("index", "frames")
-@dataclass(frozen=True, kw_only=True)
-class Frames(IndexPolicy):
-    """Every unit is found by its own mean key before rotation, at each layer, as ReKV has it (ICLR 2025)."""
-
-    def open(
-        self, stream: Stream, geometry: Geometry, device: torch.device, window: int, summaries: bool
-    ) -> FrameIndex:
-        return FrameIndex(stream, geometry, device, summaries, self.similarity == "cosine")
-
-
-@register("kv", "rekv")
-@dataclass(frozen=True, kw_only=True)
-class ReKV(ArchivedPolicy):
-    """Encode under a sliding window, keep all frames on the host, and let each layer recall those that suit the question.
-
-    After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a unit is
-    represented by its mean key before rotation, a question by its mean query; each layer takes the best `frames`, in order
-    of time and with consecutive positions, and keeps them for the answer. As in the paper's code no local window is seen by
-    a question (``local = 0``). It departs from it where the head stands while encoding (see `_window.Bases`), in one pass
-    over the question instead of two, and runs no language head while encoding.
-    """
-
-    local: int = 0
-    index: Any = "frames"
-
 
 class FrameIndex(Index):
     """One cluster a unit: cluster n is unit n. All of it stays on the device, so nothing is known to the host."""
-
-    def __init__(
-        self, stream: Stream, geometry: Geometry, device: torch.device, summaries: bool, cosine: bool
-    ) -> None:
-        width = geometry.kv_heads * geometry.head_dim
-        super().__init__(geometry.layers, width, stream.dtype, device, summaries, cosine)
-        self._tokens, self._shape = stream.unit, (geometry.kv_heads, geometry.head_dim)
-        self._units = 0
 
     def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         first, end = self._units, self._units + pairs[0][0].shape[2] // self._tokens
@@ -84,17 +45,11 @@ class FrameIndex(Index):
         if self.time.shape[1] != room:
             self.time = number.float().repeat(self.layers, 1)
 
-        def shared(name: str, row: Tensor) -> Tensor:
-            return self._fix(name, row.expand(self.layers, -1))
-
-        lists = clusters.Lists(
-            owner=shared("owner", torch.where(here, number, room + 1)),
-            within=shared("within", torch.zeros_like(number)),
-            flat=shared("flat", number),
-            first=shared("first", number),
-            size=shared("size", here.long()),
-            largest=1,
-        )
+        owner, within = torch.where(here, number, room + 1), torch.zeros_like(number)
+        rows = {"owner": owner, "within": within, "flat": number, "size": here.long()}
+        fixed = {name: self._fix(name, row.expand(self.layers, -1)) for name, row in rows.items()}
+        owner, within, flat, size = fixed.values()
+        lists = clusters.Lists(owner, within, flat, flat, size, 1)
         # By the host, which knows them: a mask on the device would be waited for.
         entries = self._sent((~gone[:end]).nonzero()[:, 0]) if count < end else number[:end]
         return Survey(end, entries, lists, [count] * self.layers, ready=self.summaries)
@@ -113,7 +68,7 @@ class FrameIndex(Index):
 
     def save(self, folder: Path) -> None:
         sides = {"mean": self.key} | ({"mean_value": self.value} if self.summaries else {})
-        shape = (self._units, *self._shape)
+        shape = self._units, self.geometry.kv_heads, self.geometry.head_dim
         checkpoint_io.write_tensors(
             folder / "index.safetensors",
             {
@@ -126,7 +81,7 @@ class FrameIndex(Index):
         checkpoint_io.write_json(folder / "index.json", {"gone": self.absent.nonzero()[:, 0].tolist()})
 
     def load(self, folder: Path, units: int) -> None:
-        groups, size = self._shape
+        groups, size = self.geometry.kv_heads, self.geometry.head_dim
         names = ("mean", "mean_value") if self.summaries else ("mean",)
         wanted = {
             f"{name}.{layer}": ((1, groups, units, size), self.key.dtype)
@@ -145,3 +100,27 @@ class FrameIndex(Index):
         self.absent = pad(torch.zeros(0, dtype=torch.bool), (0, units))
         self.absent[gone] = True
         self._units, self._ready = units, None
+
+
+@register("index", "frames")
+@dataclass(frozen=True, kw_only=True)
+class Frames(IndexPolicy):
+    """Every unit is found by its own mean key before rotation, at each layer, as ReKV has it (ICLR 2025)."""
+
+    opens: ClassVar = FrameIndex
+
+
+@register("kv", "rekv")
+@dataclass(frozen=True, kw_only=True)
+class ReKV(ArchivedPolicy):
+    """Encode under a sliding window, keep all frames on the host, and let each layer recall those that suit the question.
+
+    After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a unit is
+    represented by its mean key before rotation, a question by its mean query; each layer takes the best `frames`, in order
+    of time and with consecutive positions, and keeps them for the answer. As in the paper's code no local window is seen by
+    a question (``local = 0``). It departs from it where the head stands while encoding (see `_window.Bases`), in one pass
+    over the question instead of two, and runs no language head while encoding.
+    """
+
+    local: int = 0
+    index: Any = "frames"

@@ -69,14 +69,9 @@ class ProxyMemory(TokenMemory):
 
     FACTS: ClassVar = {"chosen": int, "whole": int, "merged": float, "prototypes": float}
 
-    def __init__(
-        self, policy: StreamMem, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
-    ) -> None:
-        # Units that have come, and the last of them [n, P, E], one like the other, with which the next may be merged.
-        self._come = 0
-        self._open: Tensor | None = None
-        super().__init__(policy, stream, geometry, model, device)
-        self.policy = policy
+    # Units that have come, and the last of them [n, P, E], one like the other, with which the next may be merged.
+    _come = 0
+    _open: Tensor | None = None
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
         if self.policy.similar is None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, check_least
 from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.full import LayeredState
-
-if TYPE_CHECKING:
-    from mmaccel.core.adapter import Geometry, ModelView
 
 
 @register("kv", "window")

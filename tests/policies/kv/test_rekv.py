@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry
-from mmaccel.policies.kv.rekv import FrameIndex
+from mmaccel.policies.kv.rekv import FrameIndex, Frames
 from tests.models.streams import FPS, QUESTION, film, logits, open_session
 
 HEADS, GROUPS, SIZE, TOKENS = 6, 2, 8, 3
@@ -32,7 +32,8 @@ def by_the_paper(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
 def index_of(layers: int, similarity: str = "dot") -> FrameIndex:
     geometry = Geometry(layers=layers, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=9, vocab=9)
     stream: Any = SimpleNamespace(unit=TOKENS, dtype=torch.float32)
-    return FrameIndex(stream, geometry, torch.device("cpu"), False, similarity == "cosine")
+    policy: Any = Frames(similarity=similarity)  # type: ignore[arg-type]
+    return FrameIndex(policy, stream, geometry, torch.device("cpu"), 0, False)
 
 
 def folded(query: Tensor) -> Tensor:

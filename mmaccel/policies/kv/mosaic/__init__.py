@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters as ops
+from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
 from mmaccel.core.kv import LEAST as PLACES
-from mmaccel.core.kv import grow_buffer
+from mmaccel.core.kv import Stream, grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy, Former, Prefetch, renamed
 from mmaccel.policies.kv._index import SPARE, Found, Index, IndexPolicy, Survey
@@ -26,10 +27,6 @@ from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
-
-if TYPE_CHECKING:
-    from mmaccel.core.adapter import Geometry
-    from mmaccel.core.kv import Stream
 
 LEAST = {"init": 2, "visual": 1, "semantic": 1, "buffer": 0}
 SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_scene=2, gain=0.05, unmix=0.5)
@@ -47,114 +44,6 @@ COUNTED += ("flushed", "resolved", "scenes", "cuts")
 """The counters of the hierarchy that a memory reports."""
 
 
-@register("index", "clusters")
-@dataclass(frozen=True, kw_only=True)
-class Clusters(IndexPolicy):
-    """Units clustered by look, and inside each visual cluster by key, layer by layer (Mosaic V-B); searches take whole ones.
-
-    Clusters are kept up to date as units come: by their centroid and variance, split when the variance passes a threshold
-    that depends on the size, at once where a cluster is on the device, else when it is next retrieved (VI-B). Departures
-    from the paper (arXiv 2604.10060): a cluster holds units, found by their mean keys (the paper speaks of tokens, its
-    budgets of frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too.
-
-    init          frames before the first clustering; until then units are retrieved one by one
-    visual, semantic  units of a cluster at the start, on average, at each level
-    buffer        units a layer that may wait for a deferred split
-    first_stage   what the visual level is searched by (V-C): "key", the mean keys of its clusters, for a layer's queries and
-                  looks have nothing in common; or "look", as the paper has it: the mean visual embeddings, compared with
-                  those of a pass's frames, or with a question's words as they enter the first layer
-    splits        which retrievals make the splits that are owed (algorithm 1): "passes", those of passes of the stream, so
-                  that a question changes nothing of what is stored later (questions do, where passes retrieve nothing); or
-                  "all", as the paper has it
-    """
-
-    needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})
-
-    init: int = 64
-    visual: int = 16
-    semantic: int = 4
-    buffer: int = 64
-    first_stage: Literal["key", "look"] = "key"
-    splits: Literal["passes", "all"] = "passes"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field, least in LEAST.items():
-            check_least(self, least, field)
-        check_choice("clusters", "first_stage", self.first_stage, ("key", "look"))
-        check_choice("clusters", "splits", self.splits, ("passes", "all"))
-
-    def open(
-        self, stream: Stream, geometry: Geometry, device: torch.device, window: int, summaries: bool
-    ) -> ClusterIndex:
-        return ClusterIndex(self, stream, geometry, device, window, summaries)
-
-
-@register("kv", "mosaic")
-@dataclass(frozen=True, kw_only=True)
-class Mosaic(ArchivedPolicy):
-    """Clusters of frames on the host; a question recalls whole clusters, and sees one summary token of each other one.
-
-    After Mosaic (arXiv 2604.10060), as a composition of three parts that any archived memory takes: the index `clusters`,
-    retrieval while the stream is encoded (`encode_frames`), and summary tokens (`reps`). The device keeps the local window,
-    one representative a cluster and a cache; the host everything. While a layer computes, what the next will need is
-    predicted and fetched; what was missed is fetched before it is used, so that the prediction changes no answer. Exact
-    while all units fit into `frames` and `window`, with positions "original" or nothing left out. The preset `mosaic-paper`
-    takes the paper's side where the defaults differ.
-
-    positions  as for others, but "original" by default: closed up, summary tokens lose their time
-    """
-
-    FORMER: ClassVar[Mapping[str, Former]] = {
-        **ArchivedPolicy.FORMER,
-        **{name: Former(part="clusters") for name in LEAST},
-        "levels": Former("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
-        "granularity": Former("frame", "clusters hold frames"),
-        "tile": Former(49, "clusters hold frames"),
-        **{
-            name: Former(value, "it is a constant of mosaic/split.py (equation 5)")
-            for name, value in SPLIT.items()
-        },
-        "lift": Former(2.0, "it is the constant LIFT of mosaic/split.py (V-B)"),
-        "threshold": Former("relaxing", "thresholds relax as clusters grow (equation 5)"),
-        "deferred": Former(True, "splits are always deferred (VI-B)"),
-        "reps_for": Former("all", "all clusters have summary tokens (V-C)"),
-        "rep_of": Former("mean", "a summary token is the mean of its cluster"),
-        "rep_bias": Former("none", "a summary token weighs as one token"),
-        "slack": Former(1.25, "it is the constant AHEAD of _retrieval.py", speed=(int, float)),
-        "clip": Former(None, "the recipe's chunk sets the units of a pass", speed=(int,)),
-        **{f"batch_{name}": Former(True, "it is always done (VII-A)", speed=(False,)) for name in BATCHED},
-    }
-
-    local: int = 8
-    positions: Literal["compact", "original"] = "original"
-    index: Any = "clusters"
-    encode_frames: int = 8
-    reps: int | None = 512
-    cache: int = 64
-    prefetch: Prefetch = "projected"
-
-    @classmethod
-    def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        given = dict(fields)
-        on = given.get("prefetch")
-        if "predictor" in given or type(on) is bool:
-            predictor = given.pop("predictor", "projected")
-            if not isinstance(predictor, str) or predictor not in PREDICTORS:
-                raise RecipeError(f"mosaic: predictor is {shown(predictor)}; leave it out and set prefetch.")
-            if type(on) is bool:
-                del given["prefetch"]
-            told = "predictor, or a prefetch of true or false,"
-            renamed("mosaic", given, told, "off" if on is False else PREDICTORS[predictor], "prefetch")
-        if "batch_layers" in given:
-            if type(together := given.pop("batch_layers")) is not bool:
-                raise RecipeError(
-                    f"mosaic: batch_layers is {shown(together)}; leave it out and set encode_by."
-                )
-            renamed("mosaic", given, "batch_layers", "pass" if together else "frame", "encode_by")
-        return super().upgrade(given)
-
-
 class ClusterIndex(Index):
     """Before there are clusters every unit counts as one, and has no summary.
 
@@ -162,18 +51,10 @@ class ClusterIndex(Index):
     by look, visual_look [V, E] the mean look, which it compares with the mean look of a pass or of a question's words.
     """
 
-    def __init__(
-        self,
-        policy: Clusters,
-        stream: Stream,
-        geometry: Geometry,
-        device: torch.device,
-        window: int,
-        summaries: bool,
-    ) -> None:
-        layers, width = geometry.layers, geometry.kv_heads * geometry.head_dim
-        super().__init__(layers, width, stream.dtype, device, summaries, policy.similarity == "cosine")
-        self._tokens, self._window, init = stream.unit, window, stream.units(policy.init)
+    def __init__(self, policy: Clusters, stream: Stream, geometry: Geometry, *rest: Any) -> None:
+        super().__init__(policy, stream, geometry, *rest)
+        device = self.device
+        layers, width, init = self.layers, self.key.shape[2], stream.units(policy.init)
         rules = Rules(visual=policy.visual, semantic=policy.semantic, init=init, buffer=policy.buffer)
         self.tree = Hierarchy(rules, UnitMeans(layers, geometry.hidden, width, stream.dtype, device))
         self.by_look, self.retrievals_split = policy.first_stage == "look", policy.splits == "all"
@@ -182,7 +63,6 @@ class ClusterIndex(Index):
         self._asked = torch.zeros(geometry.hidden * self.by_look, device=device)
         # On the device, of units: whose each is.
         self._owner = torch.zeros(layers, 0, dtype=torch.long, device=device)
-        self._units = 0
 
     # The stream comes in.
 
@@ -242,9 +122,8 @@ class ClusterIndex(Index):
         self.visual_key = grow_buffer(self.visual_key, 1, room, fill=0, share=SPARE)
         units = level.contents(torch.zeros_like(cluster), cluster)
         at, members = self._sent(cluster), [some[some >= 0] for some in units]
-        self.visual_key[:, at] = self._sent(
-            torch.stack([kept.key_mean(some) for some in members], 1), self.key
-        )
+        keys = [kept.key[some].to(kept.work).sum(0) / max(1, len(some)) for some in members]
+        self.visual_key[:, at] = self._sent(torch.stack(keys, 1), self.key)
         if self.by_look:
             self.visual_look = grow_buffer(self.visual_look, 0, room, fill=0, share=SPARE)
             looks = torch.stack([kept.look[some].sum(0) / max(1, len(some)) for some in members])
@@ -305,22 +184,10 @@ class ClusterIndex(Index):
         begin = first.gather(1, owners.clamp(max=count - 1)) if count else 0
         within = torch.empty_like(flat).scatter_(1, flat, number.expand_as(flat)) - begin
         largest = int(size.max()) if size.numel() else 0
-        return Survey(
-            end=end,
-            entries=self._sent((~absent).nonzero()[:, 0]) if some else torch.arange(end, device=self.device),
-            lists=ops.Lists(
-                owner=owners,
-                within=self._fix("within", within),
-                flat=flat,
-                first=first,
-                size=self._fix("size", size),
-                largest=1 << max(largest - 1, 0).bit_length(),
-            ),
-            alive=(size > 0).sum(1).tolist(),
-            visual=visual,
-            parent=parent,
-            ready=tree.started,
-        )
+        largest = 1 << max(largest - 1, 0).bit_length()
+        lists = ops.Lists(owners, self._fix("within", within), flat, first, self._fix("size", size), largest)
+        entries = self._sent((~absent).nonzero()[:, 0]) if some else torch.arange(end, device=self.device)
+        return Survey(end, entries, lists, (size > 0).sum(1).tolist(), visual, parent, tree.started)
 
     def _visible(self, level: ClusterTable, absent: Tensor, count: int) -> Tensor:
         """[L, count] how many units of each cluster can be found: those that are not `absent` [end], whose keys are still
@@ -386,3 +253,107 @@ def _by_owner(owner: Tensor, most: int) -> Tensor:
         order = owner.to(torch.int16).numpy().argsort(axis=1, kind="stable")
         return torch.from_numpy(order)
     return owner.argsort(dim=1, stable=True)
+
+
+@register("index", "clusters")
+@dataclass(frozen=True, kw_only=True)
+class Clusters(IndexPolicy):
+    """Units clustered by look, and inside each visual cluster by key, layer by layer (Mosaic V-B); searches take whole ones.
+
+    Clusters are kept up to date as units come: by their centroid and variance, split when the variance passes a threshold
+    that depends on the size, at once where a cluster is on the device, else when it is next retrieved (VI-B). Departures
+    from the paper (arXiv 2604.10060): a cluster holds units, found by their mean keys (the paper speaks of tokens, its
+    budgets of frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too.
+
+    init          frames before the first clustering; until then units are retrieved one by one
+    visual, semantic  units of a cluster at the start, on average, at each level
+    buffer        units a layer that may wait for a deferred split
+    first_stage   what the visual level is searched by (V-C): "key", the mean keys of its clusters, for a layer's queries and
+                  looks have nothing in common; or "look", as the paper has it: the mean visual embeddings, compared with
+                  those of a pass's frames, or with a question's words as they enter the first layer
+    splits        which retrievals make the splits that are owed (algorithm 1): "passes", those of passes of the stream, so
+                  that a question changes nothing of what is stored later (questions do, where passes retrieve nothing); or
+                  "all", as the paper has it
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})
+    opens: ClassVar = ClusterIndex
+
+    init: int = 64
+    visual: int = 16
+    semantic: int = 4
+    buffer: int = 64
+    first_stage: Literal["key", "look"] = "key"
+    splits: Literal["passes", "all"] = "passes"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, least in LEAST.items():
+            check_least(self, least, field)
+        check_choice("clusters", "first_stage", self.first_stage, ("key", "look"))
+        check_choice("clusters", "splits", self.splits, ("passes", "all"))
+
+
+@register("kv", "mosaic")
+@dataclass(frozen=True, kw_only=True)
+class Mosaic(ArchivedPolicy):
+    """Clusters of frames on the host; a question recalls whole clusters, and sees one summary token of each other one.
+
+    After Mosaic (arXiv 2604.10060), as a composition of three parts that any archived memory takes: the index `clusters`,
+    retrieval while the stream is encoded (`encode_frames`), and summary tokens (`reps`). The device keeps the local window,
+    one representative a cluster and a cache; the host everything. While a layer computes, what the next will need is
+    predicted and fetched; what was missed is fetched before it is used, so that the prediction changes no answer. Exact
+    while all units fit into `frames` and `window`, with positions "original" or nothing left out. The preset `mosaic-paper`
+    takes the paper's side where the defaults differ.
+
+    positions  as for others, but "original" by default: closed up, summary tokens lose their time
+    """
+
+    FORMER: ClassVar[Mapping[str, Former]] = {
+        **ArchivedPolicy.FORMER,
+        **{name: Former(part="clusters") for name in LEAST},
+        "levels": Former("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
+        "granularity": Former("frame", "clusters hold frames"),
+        "tile": Former(49, "clusters hold frames"),
+        **{
+            name: Former(value, "it is a constant of mosaic/split.py (equation 5)")
+            for name, value in SPLIT.items()
+        },
+        "lift": Former(2.0, "it is the constant LIFT of mosaic/split.py (V-B)"),
+        "threshold": Former("relaxing", "thresholds relax as clusters grow (equation 5)"),
+        "deferred": Former(True, "splits are always deferred (VI-B)"),
+        "reps_for": Former("all", "all clusters have summary tokens (V-C)"),
+        "rep_of": Former("mean", "a summary token is the mean of its cluster"),
+        "rep_bias": Former("none", "a summary token weighs as one token"),
+        "slack": Former(1.25, "it is the constant AHEAD of _retrieval.py", speed=(int, float)),
+        "clip": Former(None, "the recipe's chunk sets the units of a pass", speed=(int,)),
+        **{f"batch_{name}": Former(True, "it is always done (VII-A)", speed=(False,)) for name in BATCHED},
+    }
+
+    local: int = 8
+    positions: Literal["compact", "original"] = "original"
+    index: Any = "clusters"
+    encode_frames: int = 8
+    reps: int | None = 512
+    cache: int = 64
+    prefetch: Prefetch = "projected"
+
+    @classmethod
+    def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        given = dict(fields)
+        on = given.get("prefetch")
+        if "predictor" in given or type(on) is bool:
+            predictor = given.pop("predictor", "projected")
+            if not isinstance(predictor, str) or predictor not in PREDICTORS:
+                raise RecipeError(f"mosaic: predictor is {shown(predictor)}; leave it out and set prefetch.")
+            if type(on) is bool:
+                del given["prefetch"]
+            told = "predictor, or a prefetch of true or false,"
+            renamed("mosaic", given, told, "off" if on is False else PREDICTORS[predictor], "prefetch")
+        if "batch_layers" in given:
+            if type(together := given.pop("batch_layers")) is not bool:
+                raise RecipeError(
+                    f"mosaic: batch_layers is {shown(together)}; leave it out and set encode_by."
+                )
+            renamed("mosaic", given, "batch_layers", "pass" if together else "frame", "encode_by")
+        return super().upgrade(given)

@@ -173,11 +173,6 @@ class ClusterTable:
         self.dirty[at] = True
         heapq.heappush(self._free[layer], cluster)
 
-    def centroids(self, layer: Tensor, cluster: Tensor) -> Tensor:
-        """`centroid` [b, m, d] of (layer [b, 1], cluster [b, m]): row by row, a third of the time that indexing takes."""
-        rows = (layer * self.centroid.shape[1] + cluster).flatten()
-        return self.centroid.flatten(0, 1).index_select(0, rows).view(*cluster.shape, -1)
-
     def contents(self, layer: Tensor, cluster: Tensor) -> Tensor:
         """The members [b, m] of (layer [b], cluster [b]), as wide as the largest; -1: none."""
         size = self.size[layer, cluster]
@@ -261,9 +256,6 @@ class ClusterTable:
         own = torch.arange(count)[:, None].expand(members.shape)
         whole = torch.equal(held, members >= 0) and torch.equal(held.sum(2), self.size)
         return whole and torch.equal(owners[held], own[held])
-
-    def nbytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*self.tensors().values(), self.dirty))
 
     _marked = 0
 

@@ -249,14 +249,10 @@ class UnitMeans:
         points[..., -1:] = origin[..., -1:]
         return unit(points)
 
-    def looks(self, units: Tensor) -> Tensor:
-        """The points [..., E + 1] of the looks of `units` [...]."""
+    def look_points(self, layer: Tensor, units: Tensor) -> Tensor:
+        """The points [..., E + 1] of the looks of `units` [...], asked as `key_points` are."""
         assert self.centre is not None
         return self._points(self.look[units.clamp_min(0)], self.centre[0])
-
-    def look_points(self, layer: Tensor, units: Tensor) -> Tensor:
-        """`looks`, asked as `key_points` is."""
-        return self.looks(units)
 
     def key_points(self, layer: Tensor, units: Tensor) -> Tensor:
         """The points [b, m, d + 1] of `units` [b, m] at `layer` [b]; anything where a unit is -1."""
@@ -273,10 +269,6 @@ class UnitMeans:
         some = rows[units[row, col], layer[row]].to(self.work)
         total = torch.zeros(len(layer), rows.shape[2], dtype=self.work).index_add_(0, row, some)
         return total / (units >= 0).sum(1, keepdim=True).clamp_min(1)
-
-    def key_mean(self, units: Tensor) -> Tensor:
-        """[L, d]: the mean key over `units` [m] at every layer, in the working precision."""
-        return self.key[units].to(self.work).sum(0) / max(1, len(units))
 
     def key_rows(self, layer: int, units: Tensor) -> Tensor:
         """[n, d] float32: the mean keys at `layer` of `units` [n], which are on the device and unknown to the host."""

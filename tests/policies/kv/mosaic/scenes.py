@@ -57,7 +57,7 @@ def index_of(tree: Hierarchy, device: str = "cpu", fresh: bool = False, **how: A
         level.dirty = level.size > 0
     geometry = Geometry(layers=tree.layers, heads=1, kv_heads=1, head_dim=WIDTH, hidden=LOOK, vocab=1)
     stream: Any = SimpleNamespace(unit=1, units=int, dtype=torch.float32)
-    index = ClusterIndex(Clusters(**how), stream, geometry, torch.device(device), 4, summaries=True)
+    index = ClusterIndex(Clusters(**how), stream, geometry, torch.device(device), 4, True)
     index.tree = tree
     if not fresh:
         index.refresh()

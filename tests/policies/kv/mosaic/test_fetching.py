@@ -48,12 +48,12 @@ class Replay:
             self.hold_up()
             every = self.told([*units, *rest])
             code = self.prefetcher.codes(layer, every)
-            self.prefetcher.bring(layer, every, code, len(units), out, self.windows[layer])
+            ready = self.prefetcher.bring(layer, every, code, len(units), out, self.windows[layer])
             if later and self.draw.random() < 0.8:
                 self.prefetcher.prefetch(
                     layer + 1, self.prefetcher.foretell(layer + 1, self.told([*guess, -1]))
                 )
-            self.prefetcher.arrive(layer)
+            self.store.lanes.compute.wait(ready)
             self.prefetcher.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
             self.read(layer, [*units, *rest], out)
         self.prefetcher.drop()

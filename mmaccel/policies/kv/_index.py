@@ -56,25 +56,6 @@ class Found(NamedTuple):
     scores: Tensor
 
 
-class Chosen(NamedTuple):
-    """What one layer sees at a question.
-
-    found    what it retrieved
-    entries  [k] ascending: all units that it sees, those that it need not search among them
-    code     [k] where they are (`Prefetcher.codes`); None where the store is not read by codes
-    ahead    [n] codes of what to fetch for the next layer
-    reps     summary tokens before them
-    name     of the kind of question: the next one's results of this name lie at the same addresses. None: they do not
-    """
-
-    found: Found
-    entries: Tensor
-    code: Tensor | None
-    ahead: Tensor | None
-    reps: int
-    name: Hashable | None
-
-
 @dataclass(eq=False)
 class Survey:
     """The units below `end` that can be retrieved, on the device; made once for all questions until the stream changes.

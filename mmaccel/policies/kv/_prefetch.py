@@ -136,7 +136,13 @@ class Prefetcher:
         first `recalled` ones are not counted."""
         tokens = self._store.shape.tokens
         if code is None:
-            self._listed_into(layer, entries.tolist(), out, window)
+            gone = [unit for unit in entries.tolist() if unit < self._first]
+            near = [
+                in_units(side[0], tokens).index_select(1, entries[len(gone) :] - self._first)
+                for side in window
+            ]
+            far = torch.stack(self._store.fetch(layer, gone))
+            out.copy_(torch.cat([far, torch.stack(near).flatten(2, 3)], 2))
             return None
         held = self._place(WINDOW)[: window[0].shape[2] // tokens]
 
@@ -178,8 +184,6 @@ class Prefetcher:
     def drop(self) -> None:
         """Give up what was fetched ahead and never asked for."""
         self._ahead.clear()
-
-    # What happened.
 
     def tally(self) -> None:
         """Count on the device what was gathered: once slots are added, codes mean other places."""
@@ -241,8 +245,6 @@ class Prefetcher:
             one.ready.sync()
             self._seconds["waited_missing_s"] += begin.seconds(one.ready)
 
-    # Places.
-
     def _begins(self) -> dict[str, int]:
         """The code of the first unit of each place."""
         begin, per, found = self._store.slot_count, self._store.slabs.per, dict[str, int]()
@@ -276,18 +278,6 @@ class Prefetcher:
                 for name, units in self._sizes.items()
             )
         return self._store.gather(code, out, self._listed)
-
-    def _listed_into(self, layer: int, units: list[int], out: Tensor, window: Pair) -> None:
-        """Ascending `units`, known to the host, into `out`: where the store is read by other ways than a gather."""
-        gone = [unit for unit in units if unit < self._first]
-        tokens, parts = self._store.shape.tokens, []
-        if gone:
-            parts.append(torch.stack(self._store.fetch(layer, gone)))
-        if len(gone) < len(units):
-            index = on_device([unit - self._first for unit in units[len(gone) :]], self._store.device)
-            rows = [in_units(side[0], tokens).index_select(1, index).flatten(1, 2) for side in window]
-            parts.append(torch.stack(rows))
-        out.copy_(torch.cat(parts, 2))
 
 
 class QueryPrediction:

@@ -6,7 +6,7 @@ Letters: L layers, H query heads, G key/value heads, D head size, E hidden size,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import Stream, StreamPass
 from mmaccel.core.replay import Replays
-from mmaccel.policies.kv._index import Chosen, Found, Index, closed_up, summary_positions, unit_positions
+from mmaccel.policies.kv._index import Found, Index, closed_up, summary_positions, unit_positions
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv._window import Angles, Asked, Bases, Look, Pair, words_of
 from mmaccel.policies.kv._windowed import StreamMemory
@@ -77,8 +77,6 @@ class ArchivedMemory(StreamMemory):
     def clusters(self) -> dict[str, Tensor]:
         return self.index.owners()
 
-    # The stream comes in.
-
     def fit(self, first: int, count: int) -> int:
         return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
 
@@ -134,8 +132,6 @@ class ArchivedMemory(StreamMemory):
         if lost:
             self.index.forget(lost)
 
-    # A question.
-
     @property
     def _begin(self) -> int:
         """The first unit that a question sees without a search."""
@@ -177,47 +173,51 @@ class ArchivedMemory(StreamMemory):
     def _gather(self, layer: int, query: Tensor, piece: StreamPass) -> Asked:
         if piece.kind == "proxy":
             return super()._gather(layer, query, piece)
-        chosen = self._choose(layer, query[0, :, slice(*words_of(piece))])
-        self._found[layer] = chosen.found
-        recalled = len(chosen.found.entries)
+        found, entries, code, ahead, few, name = self._choose(layer, query[0, :, slice(*words_of(piece))])
+        self._found[layer] = found
+        recalled = len(found.entries)
         self._recalled += recalled
-        few, unit, ring = chosen.reps, self.stream.unit, self._rings[layer]
-        columns = few + len(chosen.entries) * unit
+        unit, ring = self.stream.unit, self._rings[layer]
+        columns = few + len(entries) * unit
         asked, raw = self._space(layer, columns, columns + piece.rows + piece.room)
         out = raw[:, :, few:]
         ready = None
         if self._first:
             assert ring is not None
             window = ring.key, ring.value
-            ready = self.prefetcher.bring(layer, chosen.entries, chosen.code, recalled, out, window)
+            ready = self.prefetcher.bring(layer, entries, code, recalled, out, window)
         elif ring is not None:  # of the first unit all frames have come
             for side, rows in enumerate((ring.key, ring.value)):
-                in_units(out[side], unit).copy_(in_units(rows[0], unit).index_select(1, chosen.entries))
-        if chosen.ahead is not None:
-            self.prefetcher.prefetch(layer + 1, chosen.ahead)
-        angles, asked.bias = self._stand(layer, chosen, raw)
+                in_units(out[side], unit).copy_(in_units(rows[0], unit).index_select(1, entries))
+        if ahead is not None:
+            self.prefetcher.prefetch(layer + 1, ahead)
+        angles, asked.bias = self._stand(layer, found, entries, few, name, raw)
         if ready is not None:
             self.store.lanes.compute.wait(ready)
 
         def finish() -> tuple[Tensor, ...]:
             """What was brought is kept in the cache; all of it is turned."""
-            if chosen.code is not None:
+            if code is not None:
                 kept = raw[:, :, few : few + recalled * unit]
-                self.prefetcher.keep(layer, chosen.found.entries, kept)
+                self.prefetcher.keep(layer, found.entries, kept)
             self.rope.apply_(raw[:1], angles)
             return ()
 
-        if chosen.name is None:
+        if name is None:
             finish()
         else:
-            at = raw.data_ptr(), raw.stride(), angles[0].data_ptr(), chosen.found.entries.data_ptr()
-            self.replays(("finish", chosen.name, raw.shape), finish, at=at)
-        asked.seen = len(chosen.entries) if self.compact else self._count
+            at = raw.data_ptr(), raw.stride(), angles[0].data_ptr(), found.entries.data_ptr()
+            self.replays(("finish", name, raw.shape), finish, at=at)
+        asked.seen = len(entries) if self.compact else self._count
         return asked
 
-    def _choose(self, layer: int, query: Tensor) -> Chosen:
+    def _choose(
+        self, layer: int, query: Tensor
+    ) -> tuple[Found, Tensor, Tensor | None, Tensor | None, int, Hashable | None]:
         """By raw queries [H, n, D] of the question's words, and the hidden states that enter the layer, where the next
-        layer's query is predicted from them."""
+        layer's query is predicted from them: what is retrieved; [k] ascending, all units that the layer sees; codes [k] of
+        where they are, if the store has such; codes [n] of what to fetch for the next layer; how many summary tokens come
+        first; and the name of the kind of question, if the next one's results of this name lie at the same addresses."""
         more, budget = self._count - self._begin, self.budget
         now = self.index.prepare(self._begin)
         reps = self._left[layer] if self._left else 0
@@ -262,20 +262,22 @@ class ArchivedMemory(StreamMemory):
         entries, picked, scores, *made = choose() if name is None else self.replays(name, choose)
         found = Found(entries[: len(entries) - more], picked, scores)
         code, coming = made.pop(0) if coded else None, made[-1] if guessing else None
-        return Chosen(found, entries, code, coming, reps, name)
+        return found, entries, code, coming, reps, name
 
-    def _stand(self, layer: int, chosen: Chosen, out: Tensor) -> tuple[Angles, Tensor | None]:
-        """Summary tokens into the first columns of `out` [2, G, m + k * P, D]; the angles of all that is `chosen`, and a
+    def _stand(
+        self, layer: int, found: Found, entries: Tensor, reps: int, name: Hashable | None, out: Tensor
+    ) -> tuple[Angles, Tensor | None]:
+        """Summary tokens into the first columns of `out` [2, G, m + k * P, D]; the angles of these and of `entries`, and a
         bias [h + m] of the scores of the head and the summary tokens, if any. Units need not have been brought."""
-        found, entries, reps, count = chosen.found, chosen.entries, chosen.reps, self._count
-        places, compact = self.stream.places, self.compact
+        places, compact, count = self.stream.places, self.compact, self._count
         if not reps and (len(entries) == count or compact):
             # What all layers share is made once.
-            name = "ranks", len(entries)
-            return self.rope.at(name, lambda: unit_positions(places, entries, count, compact)), None
+            return self.rope.at(
+                ("ranks", len(entries)), lambda: unit_positions(places, entries, count, compact)
+            ), None
         # One room for all layers: a layer turns its keys before the next one is asked.
         room = self.replays.room("angles", (2, 1, 1, *out.shape[2:]), self.stream.dtype)
-        left = self._numbers[2 + layer, None] if chosen.name is not None and self.replays.works else None
+        left = self._numbers[2 + layer, None] if name is not None and self.replays.works else None
 
         def stand() -> tuple[Tensor, ...]:
             parts, bias = [unit_positions(places, entries, count, compact)], list[Tensor]()
@@ -287,12 +289,12 @@ class ArchivedMemory(StreamMemory):
             torch.stack(self.rope.angles(torch.cat(parts, -1)), out=room)
             return tuple(bias)
 
-        if chosen.name is None:
+        if name is None:
             made = stand()
         else:
             given = entries, found.picked, found.scores, out
             at = *(one.data_ptr() for one in given), out.stride()
-            made = self.replays(("stand", chosen.name, out.shape), stand, at=at)
+            made = self.replays(("stand", name, out.shape), stand, at=at)
         return (room[0], room[1]), made[0] if made and left is not None else None
 
     def _laid(self, name: str, x: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ class LiveMemory(TokenMemory):
 
     def _encode(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
         view = super()._encode(layer, query, piece, key, value)
-        if self._over(piece, view.key.shape[2] - self.stream.head):
+        old = view.key.shape[2] - self.stream.head - self.recent * self.stream.unit
+        # The pass ends a clip, and more tokens are old than the budget allows.
+        if (piece.first + piece.count) % self.clip == 0 and old > self.budget:
             probes = min(self.policy.probes or self.stream.unit, self.stream.unit)
             assert view.query is not None
             share = attended(view.query[:, :, -probes:], view.key)
@@ -96,11 +98,6 @@ class LiveMemory(TokenMemory):
             kept = spread(share[:old], where, self.budget, self.policy.scatter, self.policy.bucket)
             rest = torch.arange(old, held.column.shape[0], device=kept.device)
             self._keep(layer, torch.cat([kept, rest]))
-
-    def _over(self, piece: StreamPass, tokens: int) -> bool:
-        """Whether the pass ends a clip, and of `tokens` more are old than the budget allows."""
-        ends = (piece.first + piece.count) % self.clip == 0
-        return ends and tokens - self.recent * self.stream.unit > self.budget
 
     def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int]:
         size = self.policy.page

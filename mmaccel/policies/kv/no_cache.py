@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError, RecipeError, check_least
 from mmaccel.core.kv import FrameState, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import Full
@@ -40,8 +40,7 @@ class NoCache(StreamPolicy):
     kept: int = 4096
 
     def __post_init__(self) -> None:
-        if self.frames < 1:
-            raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
+        check_least(self, 1, "frames")
         if self.kept < 2 * self.frames:
             raise RecipeError(
                 f"{self.name}: kept is {self.kept}; give at least twice frames, {2 * self.frames}."

@@ -74,10 +74,11 @@ class ClusterIndex(Index):
     @torch.no_grad()
     def digest(self, keep: int = 0) -> None:
         """Cluster what has arrived; the device is told later, unless it would be too far behind, or `keep` is 0."""
-        while self.tree.means.waiting > keep:
+        while len(self.tree.means.inbox) > keep:
             retrieved = self.tree.means.take()
-            if retrieved is not None:
-                self.tree.resolve(retrieved)
+            if retrieved is not None and self.tree.started:
+                for layer, owners in enumerate(self.tree.semantic.owner.gather(1, retrieved)):
+                    self.tree.touch(layer, owners.unique())
             self.tree.insert(self._window, retrieved)
         if self.tree.units - self._units > BEHIND * bool(keep):
             self.refresh()
@@ -128,8 +129,6 @@ class ClusterIndex(Index):
             self.visual_look = grow_buffer(self.visual_look, 0, room, fill=0, share=SPARE)
             looks = torch.stack([kept.look[some].sum(0) / max(1, len(some)) for some in members])
             self.visual_look[at] = self._sent(looks, self.visual_look)
-
-    # Searches.
 
     def by(self, look: Tensor) -> None:
         self._asked.copy_(look)

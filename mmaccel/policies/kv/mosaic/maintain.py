@@ -348,12 +348,6 @@ class Hierarchy:
         if not bool((level.home[layer, self.buffer[layer]] == home).any()):
             level.set("lazy", at[0], home, 0)
 
-    def resolve(self, units: Tensor) -> None:
-        """The clusters that hold `units` [L, n] have been on the device: make the splits that they owe."""
-        if self.started:
-            for layer, owners in enumerate(self.semantic.owner.gather(1, units)):
-                self.touch(layer, owners.unique())
-
     @one_thread()
     def touch(self, layer: int, clusters: Tensor) -> None:
         """The semantic `clusters` [b] of `layer` have been on the device: make the splits that they owe."""

@@ -162,12 +162,11 @@ class UnitMeans:
         self.all_keys = torch.zeros(0, layers, width, dtype=dtype)
         self._value = torch.zeros(0, layers, width, dtype=dtype)
         self._before: Tensor | None = None
-        self._inbox: deque[tuple[list[Tensor], torch.cuda.Event | None]] = deque()
+        self.inbox: deque[tuple[list[Tensor], torch.cuda.Event | None]] = deque()
+        """Passes that have arrived and are not taken in."""
         self.centre: tuple[Tensor, Tensor] | None = None
         """Of looks [E + 1] and of keys [L, d + 1]: the mean, and the last coordinate."""
         self._zero: Tensor | None = None
-
-    # Units come in.
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -185,16 +184,11 @@ class UnitMeans:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             # The current device of the thread may be another.
             event.record(torch.cuda.current_stream(key.device))
-        self._inbox.append((sent, event))
-
-    @property
-    def waiting(self) -> int:
-        """Passes that have arrived and are not taken in."""
-        return len(self._inbox)
+        self.inbox.append((sent, event))
 
     def take(self) -> Tensor | None:
-        """Take in the first of the passes that are `waiting`; the units [L, k] that it retrieved, if any."""
-        (look, key, value, *rest), event = self._inbox.popleft()
+        """Take in the first of the passes that are in the `inbox`; the units [L, k] that it retrieved, if any."""
+        (look, key, value, *rest), event = self.inbox.popleft()
         if event is not None:
             event.synchronize()
         self.append(look, key, value)
@@ -214,10 +208,8 @@ class UnitMeans:
 
     def cut(self, units: int) -> None:
         """Forget all but the first `units` units, and those that wait."""
-        self._inbox.clear()
+        self.inbox.clear()
         self.units = min(self.units, units)
-
-    # What there is.
 
     @property
     def look(self) -> Tensor:

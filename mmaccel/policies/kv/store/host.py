@@ -361,8 +361,6 @@ class HostStore:
             self._dropped += 1
         return gone
 
-    # Across the wire.
-
     def _begin(self, *reads: Tensor) -> tuple[Mark, Mark]:
         """The wire works behind all that computes by now, and reads tensors made there; the marks where both are."""
         wire, made = self.lanes.wire, self.lanes.compute.mark(timed=True)

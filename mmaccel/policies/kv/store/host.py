@@ -280,6 +280,7 @@ class HostStore:
         """Hold the units below `end` saved to `folder`, nothing else; these are not counted. Raises `StoreError` for what
         is not as it was written, or has no room here: the store is then to be closed, for it may hold some of it."""
         self.cut(0)
+        self._settle_times(0)
         before = dict(self._counts), self._dropped
         try:
             index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")

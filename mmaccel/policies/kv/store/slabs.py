@@ -334,7 +334,7 @@ class Mark:
 
     def __init__(self, stream: torch.cuda.Stream | None = None, timed: bool = False) -> None:
         self.at = time.perf_counter()
-        self.event = None if stream is None else _CUDA.Event(enable_timing=timed)
+        self.event: Any = None if stream is None else _CUDA.Event(enable_timing=timed)
         if stream is not None:
             self.event.record(stream)
 
@@ -345,9 +345,7 @@ class Mark:
 
     def seconds(self, later: Mark) -> float:
         """From this mark to a later one, both done and both timed."""
-        return (
-            later.at - self.at if self.event is None else float(self.event.elapsed_time(later.event)) / 1000
-        )
+        return later.at - self.at if self.event is None else self.event.elapsed_time(later.event) / 1000.0
 
 
 class Lane:

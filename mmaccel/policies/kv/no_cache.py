@@ -92,7 +92,7 @@ class _Frames(FrameState):
     def fresh(self) -> StreamState:
         return Full().stream(*self._parts)
 
-    def begin_pass(self, *_: Any) -> Any:
+    def begin_pass(self, *_: Any, **named: Any) -> Any:
         raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")
 
     end_pass = append = view = begin_pass

@@ -39,7 +39,7 @@ FEWEST = 2
 """Visual clusters that the first stage takes at least."""
 BEHIND = 256
 """Units by which the device may be behind the clusters, about."""
-COUNTED = ("eager_splits", "deferred_splits", "visual_splits", "deferred", "singletons")
+COUNTED: tuple[str, ...] = ("eager_splits", "deferred_splits", "visual_splits", "deferred", "singletons")
 COUNTED += ("flushed", "resolved", "scenes", "cuts")
 """The counters of the hierarchy that a memory reports."""
 

@@ -191,7 +191,8 @@ class Hierarchy:
         bounds = Bounds(least, least, rules.alpha, rules.smallest, level.owner.shape[1])
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
         refine(level, bounds, points, layer, cluster, rules.unmix)
-        level.set("limit", *(level.size > 0).nonzero(as_tuple=True), 0.0)
+        layer, cluster = (level.size > 0).nonzero(as_tuple=True)
+        level.set("limit", layer, cluster, 0.0)
 
     def _place_look(self, unit: int, row: int, matching: Matching) -> int:
         """The visual cluster of `unit`, the `row`-th of those being matched."""

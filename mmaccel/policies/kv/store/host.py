@@ -117,7 +117,7 @@ class HostStore:
         gone = self._make_room(len(units), len(units), keep=units)
         entries = self.slabs.entries(self.table.put(layer, units))
         _, began = self._begin(packed)
-        for entry, part in zip(entries, packed.split([len(one) for one in entries]), strict=True):
+        for entry, part in zip(entries, torch.split(packed, [len(one) for one in entries]), strict=True):
             self.lanes.wire.run(partial(entry.copy_, part, non_blocking=True))
         nbytes = len(units) * self.shape.nbytes
         self._end("seconds_out", began, puts=1, copies_out=len(entries), bytes_out=nbytes)
@@ -144,7 +144,8 @@ class HostStore:
 
             def work() -> None:
                 staged = target.new_empty(len(slots), *self.shape.unit)
-                for place, entry in zip(staged.split([len(one) for one in entries]), entries, strict=True):
+                places = torch.split(staged, [len(one) for one in entries])
+                for place, entry in zip(places, entries, strict=True):
                     place.copy_(entry, non_blocking=True)
                 index = on_device(order, self.device)
                 in_units(target, self.shape.tokens).index_copy_(2, index, staged.permute(1, 2, 0, 3, 4))

@@ -383,7 +383,7 @@ class Lanes:
     and one of the store; elsewhere both are the host. A test can put lanes in their place that run late."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self.wire = device, Lane(torch.cuda.Stream(device) if device.type == "cuda" else None)
+        self._device, self.wire = device, Lane(_CUDA.Stream(device) if device.type == "cuda" else None)
 
     @property
     def compute(self) -> Lane:

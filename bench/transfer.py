@@ -42,12 +42,12 @@ class CopiesEach(HostStore):
         self, layer: int, units: Sequence[int], out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out = self.buffer(len(units)) if out is None else out
-        view, wire = in_units(out, self.shape.tokens), self.lanes.wire
+        wire = self.lanes.wire
 
         def work() -> None:
             for at, unit in enumerate(units):
                 for side, rows in enumerate(self.entry(layer, unit)[0]):
-                    view[side, :, at].copy_(rows, non_blocking=True)
+                    in_units(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
 
         wire.wait(self.lanes.compute.mark())
         began = wire.mark(timed=True)

@@ -223,11 +223,11 @@ def _logits(model: nn.Module, inputs: Mapping[str, Tensor], before: Tensor, size
     return out[0, -1].double()
 
 
-def read_rate(device: torch.device | str = "cpu", size: int = 1 << 28, repeats: int = 5) -> float:
-    """Bytes a second that this device reads: the best of a few sums over `size` bytes."""
+def read_rate(device: torch.device | str = "cpu", size: int = 1 << 28) -> float:
+    """Bytes a second that this device reads: the best of five sums over `size` bytes."""
     data, best = torch.ones(size // 4, device=device), 0.0
     wait: Callable[[torch.device], None] = torch.cuda.synchronize if data.is_cuda else lambda _: None
-    for _ in range(repeats):
+    for _ in range(5):
         wait(data.device)
         began = time.perf_counter()
         data.sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import warnings
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,12 +143,9 @@ def _device(problems: list[str]) -> dict[str, Any]:
 
 def _driver() -> str | None:
     for path, pattern in DRIVERS.items():
-        try:
-            told = re.search(pattern, Path(path).read_text(encoding="utf-8"))
-        except OSError:
-            continue
-        if told is not None:
-            return told[1]
+        with suppress(OSError):
+            if found := re.search(pattern, Path(path).read_text(encoding="utf-8")):
+                return found[1]
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +27,6 @@ from mmaccel.models.loading import outline
 from mmaccel.policies.sparse.per_head import read_table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 HEADS = "heads"
@@ -185,29 +183,26 @@ def _wanted(
     return chosen
 
 
-@dataclass(frozen=True)
 class Truth:
-    """What is known of a stream, in seconds: scenes (begin, end, name), and the moments that each question rests on, by its
-    `words`."""
+    """What is true of a world, by its own account (`World.truth`).
 
-    scenes: tuple[tuple[float, float, str], ...]
-    questions: Mapping[str, tuple[float, ...]]
+    scenes     (begin, end, name) of each, in seconds
+    questions  the seconds of the frames that each question rests on, by its `words`
+    """
 
-    @classmethod
-    def of(cls, truth: Mapping[str, Any]) -> Truth:
-        """From a world's own truth (`World.truth`)."""
-        fps = truth["fps"]
-        scenes = tuple((one["start"] / fps, one["stop"] / fps, one["scene"]) for one in truth["scenes"])
-        asked = {words(one["text"]): tuple(n / fps for n in one["frames"]) for one in truth["questions"]}
-        return cls(scenes, asked)
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        fps = facts["fps"]
+        self.scenes = [(one["start"] / fps, one["stop"] / fps, one["scene"]) for one in facts["scenes"]]
+        asked = facts["questions"]
+        self.questions = {words(one["text"]): tuple(n / fps for n in one["frames"]) for one in asked}
 
     @classmethod
     def read(cls, path: Path) -> Truth:
         """From the file that `mmaccel-lab world --truth` writes; raises `WorldError` for another."""
         try:
-            found: dict[str, Any] = outside.read_json(path, str(path), WorldError)
-            if {"fps", "scenes", "questions"} <= found.keys():
-                return cls.of(found)
+            facts: dict[str, Any] = outside.read_json(path, str(path), WorldError)
+            if {"fps", "scenes", "questions"} <= facts.keys():
+                return cls(facts)
         except (WorldError, AttributeError):
             pass
         raise WorldError(
@@ -249,7 +244,14 @@ def timeline(
     drawn = figure(9.0, 0.8 + sum(heights))
     plots = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     if truth is not None:
-        _scenes(plots[0], truth)
+        names = list(dict.fromkeys(name for _, _, name in truth.scenes))
+        for start, stop, name in truth.scenes:
+            colour = f"C{names.index(name) % 10}"
+            plots[0].broken_barh([(start, stop - start)], (0, 1), facecolors=colour, alpha=0.5)
+            plots[0].text((start + stop) / 2, 0.5, name, ha="center", va="center", fontsize=7)
+        plots[0].set_ylim(0, 1)
+        plots[0].set_yticks([])
+        plots[0].set_ylabel("scenes", fontsize=8)
     for axes, (name, told) in zip(plots[len(plots) - len(lanes) :], lanes.items(), strict=True):
         parts = len(owners[name]) // len(shown)
         times = [*shown, end]
@@ -294,13 +296,3 @@ def _lanes(found: dict[int, list[tuple[int, int]]]) -> list[list[tuple[int, int]
     lanes = [some for one, some in found.items() if one in few]
     others = [run for one, some in found.items() if one not in few for run in some]
     return [*lanes, others] if others else lanes
-
-
-def _scenes(axes: Axes, truth: Truth) -> None:
-    names = list(dict.fromkeys(name for _, _, name in truth.scenes))
-    for begin, end, name in truth.scenes:
-        axes.broken_barh([(begin, end - begin)], (0, 1), facecolors=f"C{names.index(name) % 10}", alpha=0.5)
-        axes.text((begin + end) / 2, 0.5, name, ha="center", va="center", fontsize=7)
-    axes.set_ylim(0, 1)
-    axes.set_yticks([])
-    axes.set_ylabel("scenes", fontsize=8)

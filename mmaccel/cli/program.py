@@ -176,29 +176,25 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     A user's error is one sentence on standard error; with MMACCEL_DEBUG=1 it is the traceback.
     """
     with _terminable():
-        status = _run(app, arguments)
+        try:
+            quiet()
+            command, given = typer.main.get_command(app), None if arguments is None else list(arguments)
+            status = command.main(args=given, standalone_mode=False)
+        except KeyboardInterrupt:
+            print("stopped.", file=sys.stderr)
+            status = INTERRUPTED
+        except Exception as error:
+            told, status = sentence(error), 2
+            if type(error).__name__ == "NoArgsIsHelpError":
+                # The help of the command; rich may have printed it already.
+                print(str(error.format_message()) if hasattr(error, "format_message") else "", end="\n")
+                status = 0
+            elif told is None or os.environ.get("MMACCEL_DEBUG") == "1":
+                raise
+            else:
+                print(f"error: {told}", file=sys.stderr)
     code = status if isinstance(status, int) else 0
     sys.exit(TERMINATED if code == INTERRUPTED and _signal.came else code)
-
-
-def _run(app: typer.Typer, arguments: Sequence[str] | None) -> object:
-    try:
-        quiet()
-        command = typer.main.get_command(app)
-        return command.main(args=arguments if arguments is None else list(arguments), standalone_mode=False)
-    except KeyboardInterrupt:
-        print("stopped.", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
-            # The help of the command; rich may have printed it already.
-            print(str(error.format_message()) if hasattr(error, "format_message") else "", end="\n")
-            return 0
-        told = sentence(error)
-        if told is None or os.environ.get("MMACCEL_DEBUG") == "1":
-            raise
-        print(f"error: {told}", file=sys.stderr)
-        return 2
 
 
 def bring(given: str) -> None:

@@ -1,4 +1,4 @@
-"""Paths and addresses of videos: checks before they are opened, why one cannot be read, and pipes with a deadline."""
+"""Paths and addresses of videos: checks before they are opened, reasons of errors, and pipes with a deadline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 
 import av.error
 
-from mmaccel.core.errors import Field, VideoError, shown
+from mmaccel.core.errors import VideoError, shown
 
 CONCAT = b"ffconcat version 1.0"
 LIST = "is a list of other files, not a video: name the files one by one."
@@ -68,21 +68,6 @@ def reason(error: Exception) -> str:
 def is_silence(error: Exception) -> bool:
     """Whether a source sent nothing in the time allowed."""
     return isinstance(error, (av.error.ExitError, TimeoutError))
-
-
-def why_not_open(name: str, error: Exception) -> tuple[str | Field, ...]:
-    """One sentence: why FFmpeg does not open `name`."""
-    if isinstance(error, av.error.InvalidDataError):
-        return (f"{name} is not a video that can be read: it is another kind of file, or was cut short.",)
-    if isinstance(error, av.error.EOFError):
-        return (f"{name} has no frames: its data ends before the first.",)
-    if is_silence(error):
-        return (
-            f"{name} sent nothing in the time allowed: check the address, or raise ",
-            Field("timeout", sign=""),
-            ".",
-        )
-    return (f"{name} cannot be opened: {reason(error)}.",)
 
 
 def is_pipe(name: str) -> bool:

@@ -95,7 +95,14 @@ class Source:
         self.count = int(stream.frames or 0)
         self._unit = float(stream.time_base or 0)
         self._start: float | None = stream.start_time * self._unit if stream.start_time is not None else None
-        self.duration = self._duration()
+        self.duration: float | None = None
+        whole, begin = self._container.duration, max(self._container.start_time or 0, 0)
+        if stream.duration is not None:
+            self.duration = float(stream.duration * self._unit)
+        # The container's duration is that of its longest stream, which may be sound.
+        elif whole is not None and len(self._container.streams) == 1:
+            # Where only the header tells, as in Matroska, it tells the end on the clock of the file.
+            self.duration = float((whole - begin if begin < whole else whole) / av.time_base)
 
     def __enter__(self) -> Source:
         return self
@@ -111,7 +118,15 @@ class Source:
         try:
             self._container: Any = self._opener()
         except (av.error.FFmpegError, OSError, ValueError) as error:
-            raise VideoError(*address.why_not_open(self.name, error)) from error
+            said: tuple[str | Field, ...] = (f"cannot be opened: {address.reason(error)}.",)
+            if isinstance(error, av.error.InvalidDataError):
+                said = ("is not a video that can be read: it is another kind of file, or was cut short.",)
+            elif isinstance(error, av.error.EOFError):
+                said = ("has no frames: its data ends before the first.",)
+            elif address.is_silence(error):
+                longer = Field("timeout", sign="")
+                said = "sent nothing in the time allowed: check the address, or raise ", longer, "."
+            raise VideoError(f"{self.name} ", *said) from error
         streams, form, why = self._container.streams, self._container.format.name, ""
         # Containers hold the picture of a piece of music as a video of one frame.
         cover = av.stream.Disposition.attached_pic
@@ -133,17 +148,6 @@ class Source:
         self._stream = videos[0]
         # A file that still grows would wait in the decoder for as many frames as there are threads.
         self._stream.thread_type = "SLICE" if self.live else "AUTO"
-
-    def _duration(self) -> float | None:
-        if self._stream.duration is not None:
-            return float(self._stream.duration * self._unit)
-        whole = self._container.duration
-        # The container's duration is that of its longest stream, which may be sound.
-        if whole is None or len(self._container.streams) != 1:
-            return None
-        # Where only the header tells, as in Matroska, it tells the end on the clock of the file.
-        begin = max(self._container.start_time or 0, 0)
-        return float((whole - begin if begin < whole else whole) / av.time_base)
 
     def index(self) -> list[float] | None:
         """The presentation time of every frame, ascending, from the packets alone: nothing is decoded.

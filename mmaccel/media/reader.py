@@ -141,16 +141,15 @@ class Plan:
     """The frames to keep: how many (None unknown) and at what rate (0.0 unknown).
 
     Of more than `most` only each second, fourth, ... is kept.
-    Of `due` frames that the header promises `there` are in the file; losses up to `slack` are rounding. Where
-    `total` is but the mean rate times the span, its `end` in seconds tells of losses. `stream` has (tick, time, frame), the
-    frame None where the tick is skipped; of frames taken by number the tick is their time.
+    `missing` says in words which frames that the header promises are not in the file; losses up to `slack` are rounding.
+    Where `total` is but the mean rate times the span, its `end` in seconds tells of losses. `stream` has (tick, time,
+    frame), the frame None where the tick is skipped; of frames taken by number the tick is their time.
     """
 
     stream: Stream
     total: int | None
     rate: float
-    there: int = 0
-    due: int = 0
+    missing: str = ""
     slack: int = 0
     end: float | None = None
     most: int | None = None
@@ -188,7 +187,7 @@ def _by_number(source: Source, count: int | None, start: float, stop: float | No
     times = source.index() if source.local else None
     if count is None and times is None and (not source.count or start > 0 or stop is not None):
         return replace(_all(source, start, stop), most=most)
-    there, due, slack = 0, 0, 0 if source.count else 1
+    missing, slack = "", 0 if source.count else 1
     if times is not None:
         there = due = len(times)
         whole = source.reaches(source.end or 0.0)  # a header counts frames that an edit list hides, too
@@ -199,6 +198,8 @@ def _by_number(source: Source, count: int | None, start: float, stop: float | No
             longest = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
             left = source.duration - max(source.end or 0.0, times[-1] + longest)
             due += max(0, round(left * source.rate))
+        if due - there > slack:
+            missing = f"only {there} of its {due} frames are in the file, {due - there} are lost"
         times = [time for time in times if start - TIE <= time and (stop is None or time < stop - TIE)]
         if not times:
             raise VideoError(*_nothing(source, start, stop))
@@ -228,7 +229,7 @@ def _by_number(source: Source, count: int | None, start: float, stop: float | No
     if times is not None:
         targets = [times[number] for number in numbers]
         kept = nearest(source.frames(targets[0]), targets, source.jump, source.until)
-        return Plan(((time, time, frame) for time, frame in kept), keep, rate, there, due, slack)
+        return Plan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
     pairs = (pair for _, pair in nearest(numbered, map(float, numbers)))
     return Plan(((time, time, frame) for time, frame in pairs), keep, rate)
@@ -253,8 +254,8 @@ def _all(source: Source, start: float, stop: float | None) -> Plan:
 def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float | None = None) -> None:
     """Tell, in one sentence, how many frames before `stop` could not be read; `end` is when the last of them does."""
     told, lost = f"{kept} frames could be read", True
-    if plan.due - plan.there > plan.slack:
-        told = f"only {plan.there} of its {plan.due} frames are in the file, {plan.due - plan.there} are lost"
+    if plan.missing:
+        told = plan.missing
     elif source.restarted:
         # The length is that of a clock that began anew.
         lost = False

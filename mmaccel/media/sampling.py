@@ -8,6 +8,7 @@ still moment shows its frame until half a tick before the next at the earliest.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -104,13 +105,11 @@ class Log:
         self._last[kind] = len(self._events)
         self._events.append(Event(kind, time, seconds))
 
-    def give(self, until: float | None = None) -> tuple[Event, ...]:
+    def give(self, until: float = math.inf) -> tuple[Event, ...]:
         """Hand over the events up to `until` seconds, or all, in order of time."""
-        events, self._events, self._last = self._events, [], {}
-        if until is not None:
-            self._events = [one for one in events if one.time > until]
-            events = [one for one in events if one.time <= until]
-        return tuple(sorted(events, key=lambda one: one.time))
+        given = sorted((one for one in self._events if one.time <= until), key=lambda one: one.time)
+        self._events, self._last = [one for one in self._events if one.time > until], {}
+        return tuple(given)
 
 
 def ticked(

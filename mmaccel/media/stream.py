@@ -224,29 +224,26 @@ class _Reading:
 
     def run(self, queue: FrameQueue) -> None:
         """All of the thread: frames, then what ended them, into the queue."""
+        taken = 0
         try:
-            for taken in self._frames(queue):
-                if not queue.put(taken):
-                    return
+            with ExitStack() as stack:
+                self.source = source = self._open(stack, queue)
+                frames = itertools.takewhile(lambda _: not queue.closed, source.frames())
+                each = nearest(frames, grid(0.0, self.fps), source.jump, source.until, half_tick(self.fps))
+                for tick, time, frame in ticked(each, 0.0, self.fps, source.log, self.gaps):
+                    self.seen += 1
+                    if frame is None:
+                        continue
+                    taken += 1
+                    drawn = self.picture.draw(frame) if tick >= self.start - TIE else None
+                    events, ends = source.log.give(tick), taken % self.length == 0
+                    if not queue.put(_Taken(drawn, time, tick, events, ends)):
+                        return
             queue.put(StopIteration())
         except BaseException as error:
             queue.put(error)
         finally:
             _running.pop(threading.current_thread(), None)
-
-    def _frames(self, queue: FrameQueue) -> Iterator[_Taken]:
-        with ExitStack() as stack:
-            source, taken = self._open(stack, queue), 0
-            self.source, fps = source, self.fps
-            frames = itertools.takewhile(lambda _: not queue.closed, source.frames())
-            each = nearest(frames, grid(0.0, fps), source.jump, source.until, half_tick(fps))
-            for tick, time, frame in ticked(each, 0.0, fps, source.log, self.gaps):
-                self.seen += 1
-                if frame is None:
-                    continue
-                taken += 1
-                drawn = self.picture.draw(frame) if tick >= self.start - TIE else None
-                yield _Taken(drawn, time, tick, source.log.give(tick), taken % self.length == 0)
 
     def _open(self, stack: ExitStack, queue: FrameQueue) -> Source:
         path, options, enter = self.path, self.options, stack.enter_context

@@ -22,7 +22,7 @@ def test_a_lane_for_each_cluster_and_one_for_many_small_ones() -> None:
     visual = torch.arange(60)[None] // 10
     semantic = torch.stack([torch.zeros(120, dtype=torch.long), torch.arange(120) // 2])
     shown = [2.0 * n for n in range(60)]
-    truth = Truth.of(world.truth())
+    truth = Truth(world.truth())
     drawn = timeline({"visual": visual, "semantic": semantic}, shown, 1, truth)
     scenes, above, below = drawn.axes
     assert len(scenes.texts) == len(world.segments) and len(above.collections) == 6
@@ -37,7 +37,7 @@ def test_what_a_question_rests_on_is_marked() -> None:
     world = World.generate(3, 60)
     (question, *_) = world.questions(["order"])
     evidence = [Evidence((n, n), float(n), 0.5, 4, 0.3) for n in (3, 9)]
-    told = Truth.of(world.truth())
+    told = Truth(world.truth())
     assert told.moments(question.text) == tuple(float(n) for n in question.frames)
     asked = question.text.capitalize().replace(" ?", "?").replace(" ,", ",")
     assert asked != question.text and told.moments("what else ?") == ()

@@ -125,27 +125,27 @@ def drafted(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
     tokens_per_s  after the first token; `plain_per_s` of the model alone (None: not run), `speedup` over it
     same          whether the tokens are those of the model alone, or that was not run; `certify` judges a difference
     """
-    (ids, report), told = run, run[1].draft
-    lengths, steps, pace = told["lengths"], told["target_steps"], report.tokens_per_s
+    (ids, report), draft = run, run[1].draft
+    lengths, steps, pace = draft["lengths"], draft["target_steps"], report.tokens_per_s
     plain_pace = plain and plain[1].tokens_per_s
     # A round is judged up to its first refusal; all kept, there is none.
-    refused = sum(length < window for length, window in zip(lengths, told["windows"], strict=True))
+    refused = sum(length < window for length, window in zip(lengths, draft["windows"], strict=True))
     return {
         "tokens": report.new_tokens,
         "steps": steps,
-        "rounds": told["rounds"],
+        "rounds": draft["rounds"],
         "kept": report.accepted_length(),
         "a_step": (report.new_tokens - 1) / steps if steps else 1.0,
-        "streak": told["counters"].get("streak_mean", 0.0) or report.accepted_length(),
-        "share": told["accepted"] / max(told["accepted"] + refused, 1),
+        "streak": draft["counters"].get("streak_mean", 0.0) or report.accepted_length(),
+        "share": draft["accepted"] / max(draft["accepted"] + refused, 1),
         "tokens_per_s": pace,
         "plain_per_s": plain_pace,
         "ttft_s": report.ttft_s,
         "plain_ttft_s": plain and plain[1].ttft_s,
         "same": plain is None or torch.equal(ids, plain[0]),
-        "failed": told["failed"],
-        "counters": told["counters"],
-        "notes": told["notes"],
+        "failed": draft["failed"],
+        "counters": draft["counters"],
+        "notes": draft["notes"],
         "speedup": pace / plain_pace if pace and plain_pace else None,
     }
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 ATTENTION = ("self_attn", "attn")
 """What the attention of a layer is called in language models and vision towers."""
 
+FIGURES = ("ttft_s", "tokens_per_s", "kept", "peak_bytes", "prompt_tokens", "new_tokens", "backend")
+"""What --json tells as the `Report` has it."""
+
 LABELS, COLUMN = 32, 24
 """Characters of a table that its labels take, and that a recipe wants at least."""
 
@@ -276,13 +279,7 @@ def _figures(answer: Answer, tokens: int) -> dict[str, Any]:
     return {
         "answer": answer.text,
         "finish_reason": answer.finish_reason,
-        "ttft_s": report.ttft_s,
-        "tokens_per_s": report.tokens_per_s,
-        "kept": report.kept,
-        "peak_bytes": report.peak_bytes,
-        "prompt_tokens": report.prompt_tokens,
-        "new_tokens": report.new_tokens,
-        "backend": report.backend,
+        **{name: getattr(report, name) for name in FIGURES},
         "heads": dict(report.heads()),
         "draft": {**draft, "accepted_length": report.accepted_length()} if drafted else None,
         "patterns": report.patterns,

@@ -184,15 +184,15 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
             print("stopped.", file=sys.stderr)
             status = INTERRUPTED
         except Exception as error:
-            told, status = sentence(error), 2
             if type(error).__name__ == "NoArgsIsHelpError":
                 # The help of the command; rich may have printed it already.
                 print(str(error.format_message()) if hasattr(error, "format_message") else "", end="\n")
                 status = 0
-            elif told is None or os.environ.get("MMACCEL_DEBUG") == "1":
+            elif (told := sentence(error)) is None or os.environ.get("MMACCEL_DEBUG") == "1":
                 raise
             else:
                 print(f"error: {told}", file=sys.stderr)
+                status = 2
     code = status if isinstance(status, int) else 0
     sys.exit(TERMINATED if code == INTERRUPTED and _signal.came else code)
 

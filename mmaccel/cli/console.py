@@ -29,11 +29,6 @@ def out() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-def err() -> Console:
-    """Progress and remarks: standard error."""
-    return Console(stderr=True)
-
-
 def say(text: str) -> None:
     """Lines on standard output, as they are."""
     out().print(text, markup=False, highlight=False, soft_wrap=True)
@@ -41,7 +36,7 @@ def say(text: str) -> None:
 
 def remark(text: str) -> None:
     """A line on standard error, as it is."""
-    err().print(text, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(result: Mapping[str, Any]) -> None:
@@ -103,7 +98,7 @@ def bars() -> Iterator[Progress]:
         TextColumn("{task.fields[unit]}"),
         TimeElapsedColumn(),
     )
-    console = err()
+    console = Console(stderr=True)
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with progress if console.is_terminal else _lines(progress):
         yield progress

@@ -12,16 +12,12 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
 
-from typer import Exit
-
 from mmaccel.cli.console import many, remark, sentence
-from mmaccel.cli.program import INTERRUPTED, shielded
+from mmaccel.cli.program import shielded
 from mmaccel.core import outside
 from mmaccel.core.checkpoint_io import sync, write_private
 from mmaccel.core.errors import MmaccelError
@@ -120,20 +116,6 @@ def _is_sound(point: Point) -> bool:
     return right and 0 <= point.until < math.inf and math.isfinite(point.shift)
 
 
-@contextmanager
-def opening(folder: Path | None) -> Iterator[None]:
-    """Before the first frame: a stop inside says what it means for the session in `folder`, and ends the command."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if folder is None:
-            raise
-        is_there = (folder / FACTS).is_file()
-        what = f"the session in {folder} is as it was" if is_there else f"nothing was saved to {folder}"
-        remark(f"stopped before the first frame; {what}.")
-        raise Exit(INTERRUPTED) from None
-
-
 class Keeper:
     """Saves a session to `folder` now and then, with its journal; without a folder it does nothing.
 
@@ -176,9 +158,14 @@ class Keeper:
         if folder is None or not len(session):
             return False
         with shielded():
-            before, point = _of_session(folder), self._point(whole)
-            if point is not None:
-                self._note(folder, point, before)
+            point = None
+            if self._reading is not None:
+                until, shift = self._until, self.shift or 0.0
+                if len(session) > self._begun:
+                    # Half a tick later, so that rounding does not bring a frame twice.
+                    until = session.seconds - shift + 0.5 / self._reading.fps
+                point = Point(self._reading, until, shift, whole, len(session))
+                self._note(folder, point, _of_session(folder))
             session.save(folder)
             self._saved = len(session)
             if point is not None:
@@ -216,12 +203,3 @@ class Keeper:
                     f"without a journal, which cannot be written beside {folder} ({outside.reason(error)}): a watch that is "
                     "killed cannot be gone on with."
                 )
-
-    def _point(self, whole: bool) -> Point | None:
-        if self._reading is None:
-            return None
-        until, shift = self._until, self.shift or 0.0
-        if len(self._session) > self._begun:
-            # Half a tick later, so that rounding does not bring a frame twice.
-            until = self._session.seconds - shift + 0.5 / self._reading.fps
-        return Point(self._reading, until, shift, whole, len(self._session))

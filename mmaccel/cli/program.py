@@ -150,49 +150,40 @@ def program(name: str, purpose: str) -> typer.Typer:
     return app
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM stops a command as Ctrl-C does: it raises KeyboardInterrupt in the main thread, one `AGAIN_S` later too.
-
-    Where SIGTERM is ignored or has a handler of the caller's own, that stays.
-    """
-    global _signal
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    _signal = _Signal()
-    signal.signal(signal.SIGTERM, _signal.handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and leave the process: 0, 1 (the answers were not good enough), 2 (a user's error), 130 (stopped by an
     interrupt), 143 (stopped by SIGTERM).
 
-    A user's error is one sentence on standard error; with MMACCEL_DEBUG=1 it is the traceback.
+    A user's error is one sentence on standard error; with MMACCEL_DEBUG=1 it is the traceback. SIGTERM stops a command as
+    Ctrl-C does: it raises KeyboardInterrupt in the main thread, one `AGAIN_S` later too. Where SIGTERM is ignored or has a
+    handler of the caller's own, that stays.
     """
-    with _terminable():
-        try:
-            quiet()
-            command, given = typer.main.get_command(app), None if arguments is None else list(arguments)
-            status = command.main(args=given, standalone_mode=False)
-        except KeyboardInterrupt:
-            print("stopped.", file=sys.stderr)
-            status = INTERRUPTED
-        except Exception as error:
-            if type(error).__name__ == "NoArgsIsHelpError":
-                # The help of the command; rich may have printed it already.
-                print(str(error.format_message()) if hasattr(error, "format_message") else "", end="\n")
-                status = 0
-            elif (told := sentence(error)) is None or os.environ.get("MMACCEL_DEBUG") == "1":
-                raise
-            else:
-                print(f"error: {told}", file=sys.stderr)
-                status = 2
+    global _signal
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    try:
+        if ours:
+            _signal = _Signal()
+            signal.signal(signal.SIGTERM, _signal.handle)
+        quiet()
+        command, given = typer.main.get_command(app), None if arguments is None else list(arguments)
+        status = command.main(args=given, standalone_mode=False)
+    except KeyboardInterrupt:
+        print("stopped.", file=sys.stderr)
+        status = INTERRUPTED
+    except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            # The help of the command; rich may have printed it already.
+            print(str(error.format_message()) if hasattr(error, "format_message") else "", end="\n")
+            status = 0
+        elif (told := sentence(error)) is None or os.environ.get("MMACCEL_DEBUG") == "1":
+            raise
+        else:
+            print(f"error: {told}", file=sys.stderr)
+            status = 2
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = status if isinstance(status, int) else 0
     sys.exit(TERMINATED if code == INTERRUPTED and _signal.came else code)
 

@@ -15,13 +15,13 @@ from typer import Argument, Exit, Option
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Longest, Model
 from mmaccel.cli.console import bars, counter, many, out, print_json, remark, say, sentence
-from mmaccel.cli.journal import EVERY_S, Keeper, Reading, opening, point_of
+from mmaccel.cli.journal import EVERY_S, Keeper, Reading, point_of
 from mmaccel.cli.program import INTERRUPTED, shielded
 from mmaccel.cli.questions import INPUT, Asked, Typed, below, evidence_table, parsed, piped
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.generate import MAX_NEW_TOKENS
 from mmaccel.core.session import VideoSession
-from mmaccel.core.session_io import recipe_of, writable
+from mmaccel.core.session_io import FACTS, recipe_of, writable
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -84,7 +84,7 @@ def watch(
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
     if save is not None:
         writable(save)
-    with opening(save):
+    try:
         chosen = choices.memory(recipe or RECIPE) if load is None else recipe_of(load)
         processor = choices.processor(model)
         clips: Iterator[Video] = iter(())
@@ -113,6 +113,13 @@ def watch(
         session = VideoSession(choices.load(model, device, dtype), processor, chosen)
         if load is not None:
             session.load(load)
+    except KeyboardInterrupt:
+        if save is None:
+            raise
+        is_there = (save / FACTS).is_file()
+        what = f"the session in {save} is as it was" if is_there else f"nothing was saved to {save}"
+        remark(f"stopped before the first frame; {what}.")
+        raise Exit(INTERRUPTED) from None
     typed = Typed(terminal)
     stopped, kept, whole, failed = False, False, False, list[Exception]()
     with session:

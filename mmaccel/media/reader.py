@@ -18,7 +18,6 @@ from mmaccel.media.container import Source
 from mmaccel.media.sampling import FASTEST, TIE, grid, half_tick, nearest, rising, ticked, uniform
 from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
 
-Stream = Iterable[tuple[float, float, av.VideoFrame | None]]
 Fit = Callable[[int, int, int], tuple[int, int]]
 """`fit(frames, height, width)`: the (height, width) that a model makes of so many frames of that size."""
 
@@ -146,7 +145,7 @@ class Plan:
     frame), the frame None where the tick is skipped; of frames taken by number the tick is their time.
     """
 
-    stream: Stream
+    stream: Iterable[tuple[float, float, av.VideoFrame | None]]
     total: int | None
     rate: float
     missing: str = ""

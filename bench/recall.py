@@ -42,9 +42,8 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.search.algorithm import Ledger, decided, kinds_of, levelled, scored
-from mmaccel.search.measure import Bench, Inside, frame_tokens, present
-from mmaccel.search.space import KINDS, Scale, built
+from mmaccel.search.measure import Bench, Inside, decided, frame_tokens, present, scored
+from mmaccel.search.space import KINDS, Ledger, Scale, built, kinds_of, levelled
 from mmaccel_lab.eval.rivals import PRUNERS, RIVALS, level
 
 SAMPLED = 1024

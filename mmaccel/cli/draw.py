@@ -124,7 +124,7 @@ def draw(
 
 def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
     """The names of patterns by layer and head in a file, and what is said over their map."""
-    from mmaccel.search.algorithm import labels
+    from mmaccel.search.run import labels
 
     try:
         run = outside.read_json(path, f"table {shown(path, outside.PATH)}", RecipeError)

@@ -61,8 +61,7 @@ def search(
     """
     from mmaccel.search import Settings
     from mmaccel.search import search as run
-    from mmaccel.search.algorithm import labels, main_pattern
-    from mmaccel.search.run import parts_of
+    from mmaccel.search.run import labels, main_pattern, parts_of
     from mmaccel.search.space import KINDS
 
     named = tuple(boundaries.replace(",", " ").split()) or KINDS

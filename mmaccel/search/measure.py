@@ -1,13 +1,19 @@
-"""What enters the attention of each layer as a model reads one sample, and what a pattern takes and gives there: seconds,
-and how far its output is from dense attention's."""
+"""What enters the attention of each layer as a model reads one sample, what a pattern takes and gives there (seconds, and
+how far its output is from dense attention's), and what each head chooses by these figures (MMInference, Algorithm 4).
+
+For each head of a layer: in each slot of each boundary type the candidate whose output is nearest to dense attention's,
+over the slot's rows and keys (intra-modality slots, then pairs); then, with those in place, the type whose whole output is
+nearest. What is chosen depends on the stored figures alone, so that a table can be made again from itself.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +28,19 @@ from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.core.prune import PrefillPass, Probe
 from mmaccel.core.sparse import SparsePattern, attend_plan
-from mmaccel.search.space import Slot, built
+from mmaccel.policies.sparse.per_head import LayerHeads
+from mmaccel.search.space import Candidate, Slot, Tick, alone, built, composed, slots
 
 R = TypeVar("R")
+Space = Mapping[str, Sequence[Candidate]]
+"""The candidates of each boundary type."""
+Row = Mapping[str, Any]
 
 ROWS = 4096
 """Rows of outputs compared at a time."""
+TINY = 1e-9
+SLACK, NOISE = 0.01, 1e-6
+"""Errors are equal when they differ by no more than this share, or by what rounding makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,3 +235,108 @@ def timed(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
     begin, result = time.perf_counter(), run()
     torch.cuda.synchronize(device)
     return result, time.perf_counter() - begin
+
+
+def scored(
+    bench: Bench,
+    space: Space,
+    modalities: Sequence[int],
+    block: int,
+    tolerance: float,
+    tick: Tick = lambda: None,
+) -> list[dict[str, Any]]:
+    """What was measured for each head of the layer at hand: `scores` and `shares` (type -> slot -> a candidate's error, and
+    the share of causal pairs it lists, null for one left out), and, for each type with its best candidates in place, the
+    `errors` of the whole output and the share `kept`.
+    """
+    heads: list[dict[str, Any]] = [
+        {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.heads)
+    ]
+    for kind, candidates in space.items():
+        for slot, candidate in product(slots(kind, modalities), candidates):
+            figures: list[list[float | None]] = [[None] * bench.heads] * 2
+            if candidate.state != "dear":
+                pattern = alone(kind, slot, candidate.pattern, block)
+                figures = [list(map(brief, t.tolist())) for t in bench.errors(pattern, slot)]
+            for head, *pair in zip(heads, *figures, strict=True):
+                for name, value in zip(("scores", "shares"), pair, strict=True):
+                    head[name].setdefault(kind, {}).setdefault(slot.name, []).append(value)
+            tick()
+    for kind in space:
+        named = {h: built(arranged(kind, space, head, block, tolerance)[0]) for h, head in enumerate(heads)}
+        plan = bench.plan(LayerHeads(block=block, named=named))
+        whole = relative_error(bench.attend(plan)[0], bench.dense(None)[0], None)
+        for head, error, kept in zip(heads, whole.tolist(), bench.kept(plan).tolist(), strict=True):
+            head["errors"][kind], head["kept"][kind] = brief(error), brief(kept)
+        tick()
+    return heads
+
+
+def ticks(space: Space, modalities: Sequence[int]) -> int:
+    """How often `scored` calls its tick."""
+    return sum(len(some) * len(slots(kind, modalities)) + 1 for kind, some in space.items())
+
+
+def arranged(
+    kind: str, space: Space, head: Row, block: int, tolerance: float
+) -> tuple[dict[str, Any], float]:
+    """The pattern of a type with a candidate in each slot, for one head, and what it costs over the target.
+
+    Each slot takes its best candidate, of equals the cheapest. Candidates are level in all slots together and on the mean
+    of heads; where those chosen cost this head more than the target, slots give way where an error grows least for what it
+    saves, and then take back what fits. A candidate costs a head what it lists for it, at its own rate.
+    """
+    candidates = space[kind]
+    options = {
+        slot: {
+            n: (error, candidates[n].cost * head["shares"][kind][slot][n] / max(candidates[n].share, TINY))
+            for n, error in enumerate(errors)
+            if error is not None
+        }
+        for slot, errors in head["scores"][kind].items()
+    }
+    chosen = {slot: _best(some, some) for slot, some in options.items()}
+
+    def cost() -> float:
+        return sum(options[slot][n][1] for slot, n in chosen.items())
+
+    while cost() > 1 + tolerance:
+        swaps = [
+            ((some[n][0] - some[now][0]) / (some[now][1] - some[n][1]), slot, n)
+            for slot, some in options.items()
+            for now in [chosen[slot]]
+            for n in some
+            if some[n][1] < some[now][1]
+        ]
+        if not swaps:
+            break
+        _, slot, n = min(swaps)
+        chosen[slot] = n
+    for slot, some in options.items():
+        room = 1 + tolerance - cost() + some[chosen[slot]][1]
+        chosen[slot] = _best(some, [n for n in some if some[n][1] <= room] or [chosen[slot]])
+    return composed(kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block), brief(cost())
+
+
+def _best(options: Mapping[int, tuple[float, float]], among: Collection[int]) -> int:
+    """Of some candidates (error, cost) the one of the least error, of equals the cheapest."""
+    enough = good(options[n][0] for n in among)
+    return min((n for n in among if options[n][0] <= enough), key=lambda n: (options[n][1], n))
+
+
+def good(errors: Iterable[float]) -> float:
+    """Errors up to this are equal to the least of `errors`."""
+    return min(errors) * (1 + SLACK) + NOISE
+
+
+def decided(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
+    """What was measured for a head, with what follows from it: the boundary type, the pattern, its score, cost and share.
+
+    The first of equals wins, and no boundary comes first.
+    """
+    enough = good(head["errors"][k] for k in space)
+    kind = next(k for k in space if head["errors"][k] <= enough)
+    pattern, cost = arranged(kind, space, head, block, tolerance)
+    measured = {name: head[name] for name in ("errors", "kept", "scores", "shares")}
+    chosen = {"score": head["errors"][kind], "cost": cost, "share": head["kept"][kind]}
+    return {"pattern": pattern, "kind": kind, **chosen, **measured}

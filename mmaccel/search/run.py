@@ -1,5 +1,5 @@
-"""The search from a model and a prompt to a table of head patterns; what is done lies in a file, from which a search that
-was stopped goes on."""
+"""The search from a model and a prompt to a table of head patterns, and what follows from a table; what is done lies in a
+file, from which a search that was stopped goes on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -22,24 +23,17 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
 from mmaccel.core.report import Rows, environment, peak_bytes, write_whole
-from mmaccel.policies.sparse.per_head import KIND, SCHEMA
-from mmaccel.search.algorithm import Ledger, Tick, assembled, kinds_of, levelled, scored, ticks
-from mmaccel.search.measure import Bench, Inside, described, frame_tokens, present, watch
-from mmaccel.search.space import KINDS, Candidate, Scale, rows
+from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
+from mmaccel.search import measure as figures
+from mmaccel.search.measure import Bench, Inside, Row, Space, brief, decided, scored
+from mmaccel.search.space import KINDS, Candidate, Ledger, Scale, Tick, built, kinds_of, levelled, rows
 
 Progress = Callable[[str, int, int | None], None]
 PACKAGES = ("mmaccel", "torch", "transformers", "triton")
 """Packages whose versions a search depends on."""
-OPTIONS = {
-    **{"cost": "--cost", "model": "model", "block": "--block", "context": "--context"},
-    **{"boundaries": "--boundaries", "extended": "--extended", "backend": "--backend"},
-    **{
-        "device": "--device",
-        "dtype": "--dtype",
-        "tolerance": "tolerance",
-        "versions": "version of a package",
-    },
-}
+_OPTIONS = ("cost", "model", "block", "context", "boundaries", "extended", "backend", "device", "dtype")
+OPTIONS = {name: f"--{name}" for name in _OPTIONS}
+OPTIONS |= {"model": "model", "tolerance": "tolerance", "versions": "version of a package"}
 """What a user gives, by its name in what a search is about; all else there follows from these and from the sample."""
 
 
@@ -114,7 +108,7 @@ def search(
         depth, block, tolerance = about["model"]["layers"], settings.block, settings.tolerance
         modalities = [m for m, name in MODALITIES.items() if name in about["modalities"]]
         missing = set(range(depth)) - parts.layers().keys()
-        tick = _ticking(progress, "score", ticks(space, modalities) * len(missing))
+        tick = _ticking(progress, "score", figures.ticks(space, modalities) * len(missing))
 
         def visit(inside: Inside) -> None:
             begin = time.perf_counter()
@@ -122,7 +116,7 @@ def search(
             row = {"layer": inside.layer, "heads": heads, "seconds": time.perf_counter() - begin}
             parts.add({**row, "peak_bytes": peak_bytes(device)})
 
-        watch(model, inputs, visit, missing)
+        figures.watch(model, inputs, visit, missing)
         layers = parts.layers()
         seconds = sum(parts.all("spent")) + sum(row["seconds"] for row in layers.values())
         table = assembled(about, measured, space, [layers[n]["heads"] for n in range(depth)])
@@ -153,15 +147,17 @@ def _levelled(
         # Tensors of a layer are gone when the pass goes on.
         middle.append(replace(one, query=one.query.clone(), key=one.key.clone(), value=one.value.clone()))
 
-    watch(model, inputs, keep, {fingerprint["layers"] // 2})
+    figures.watch(model, inputs, keep, {fingerprint["layers"] // 2})
     inside = middle.pop()
     layout = inside.layout
     if layout.length < 2 * settings.block:
         raise ModelError(
             f"the sample has {layout.length} tokens; give a longer video, {2 * settings.block} at least."
         )
-    modalities = present(layout)
-    scale = Scale(settings.context or layout.length, frame_tokens(layout), settings.block, settings.extended)
+    modalities = figures.present(layout)
+    scale = Scale(
+        settings.context or layout.length, figures.frame_tokens(layout), settings.block, settings.extended
+    )
     kinds = kinds_of(settings.boundaries, modalities)
     here = environment(device)
     about: dict[str, Any] = {
@@ -179,7 +175,7 @@ def _levelled(
         "modalities": [MODALITIES[m] for m in modalities],
         "measured_layer": inside.layer,
         "objective": "norm of (sparse - dense) attention output over the norm of dense, over all rows of the sample",
-        "sample": {**sample, **described(inputs, layout)},
+        "sample": {**sample, **figures.described(inputs, layout)},
         "device": here["device"],
         "dtype": str(inside.query.dtype).removeprefix("torch."),
         "backend": backend,
@@ -291,3 +287,67 @@ def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if value != now.get(name) and name not in follows:
             names.append(f"{option} ({value})" if isinstance(value, str | int | float) else option)
     return names or [next(n for n in {**now, **known} if now.get(n) != known.get(n))]
+
+
+def assembled(
+    about: Row, measured: Sequence[Row], space: Space, layers: Sequence[Sequence[Row]]
+) -> dict[str, Any]:
+    """The table: what it is about, what was measured, the candidates that followed, the choice for each head."""
+    choose = partial(decided, space, block=about["block"], tolerance=about["tolerance"])
+    return {
+        **about,
+        "measured": [dict(row) for row in measured],
+        "space": {
+            kind: [{**vars(one), "rows": list(one.rows), "cost": brief(one.cost)} for one in some]
+            for kind, some in space.items()
+        },
+        "layers": [[choose(head) for head in layer] for layer in layers],
+    }
+
+
+def replayed(table: Row) -> dict[str, Any]:
+    """The table made again from its own costs and scores; equal to it. Raises `RecipeError` where a cost is missing."""
+
+    def missing(pattern: Row) -> dict[str, Any]:
+        raise RecipeError(f"the table holds no cost of {dict(pattern)}; search again.")
+
+    # Tables of before have the rows of Table 3 alone, and do not say so.
+    extended = table.get("extended", False)
+    scale = Scale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
+    ledger = Ledger(table["cost"], table["measured"], missing)
+    modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
+    space = levelled(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
+    return {**assembled(table, table["measured"], space, table["layers"]), "target": scale.target()}
+
+
+def narrowed(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
+    """Layer -> head -> pattern: what the table's own figures choose among some of its boundary types alone."""
+    space = {
+        kind: [Candidate(**{**one, "rows": tuple(one["rows"])}) for one in table["space"][kind]]
+        for kind in kinds
+    }
+    choose = partial(decided, space, block=table["block"], tolerance=table["tolerance"])
+    return choices({"layers": [[choose(head) for head in layer] for layer in table["layers"]]})
+
+
+def agreement(one: Row, other: Row) -> float:
+    """The share of heads to which two tables of a model give the same boundary type and the same main pattern, by name."""
+    told = [
+        [(head["kind"], main_pattern(head["pattern"])) for layer in table["layers"] for head in layer]
+        for table in (one, other)
+    ]
+    return sum(a == b for a, b in zip(*told, strict=True)) / len(told[0])
+
+
+def labels(table: Row) -> list[tuple[str, ...]]:
+    """For each layer the names of its heads' patterns, as a report has them."""
+    return [tuple(built(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
+
+
+def main_pattern(pattern: Row) -> str:
+    """The intra-modality pattern that most of a head's pairs follow: within a boundary, that of videos, or of text."""
+    for slot in ("video", "text"):
+        inner = pattern.get(slot) or pattern.get("pairs", {}).get(f"{slot}>{slot}")
+        if inner:
+            return str(inner["name"])
+    return str(pattern["name"])

@@ -69,6 +69,11 @@ class Slot:
     key: int | None
 
 
+def kinds_of(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
+    """The boundary types that mean something: one modality has no boundary."""
+    return [k for k in KINDS if k in wanted] if len(modalities) > 1 else ["no_boundary"]
+
+
 def slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
     """The slots of a type in a prompt of these modalities."""
     if kind == "no_boundary":
@@ -219,6 +224,10 @@ class Candidate:
 
 Cost = Callable[[Mapping[str, Any]], float]
 """What a pattern (a mapping) takes for all heads of a layer, over what the target takes."""
+Measure = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Makes the row of a pattern's costs, as `measure.Bench.cost` does."""
+Tick = Callable[[], None]
+"""Is called as often as a step of the search is done."""
 
 
 def level(row: Row, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, Candidate]:
@@ -270,6 +279,65 @@ def merged(candidates: Collection[Candidate]) -> list[Candidate]:
         if first is not one:
             known[key(one.pattern)] = replace(first, rows=(*first.rows, *one.rows))
     return list(known.values())
+
+
+class Ledger:
+    """What patterns cost, in "seconds" or "pairs", over what the target does; each is measured once."""
+
+    def __init__(self, cost: str, measured: Sequence[Mapping[str, Any]], measure: Measure) -> None:
+        self.rows = {key(row["pattern"]): dict(row) for row in measured}
+        self.cost, self.measure = cost, measure
+
+    def __call__(self, pattern: Mapping[str, Any]) -> float:
+        name = key(pattern)
+        if name not in self.rows:
+            self.rows[name] = self.measure(pattern)
+        row = self.rows[name]
+        ratio: float = row[self.cost] / row[f"target_{self.cost}"]
+        return ratio
+
+    def share(self, pattern: Mapping[str, Any]) -> float:
+        """The share of causal pairs that a pattern lists; it was measured."""
+        share: float = self.rows[key(pattern)]["share"]
+        return share
+
+
+def levelled(
+    scale: Scale,
+    kinds: Sequence[str],
+    modalities: Sequence[int],
+    cost: Cost,
+    tolerance: float,
+    tick: Tick = lambda: None,
+    share: Cost = lambda pattern: 1.0,
+) -> dict[str, list[Candidate]]:
+    """For each type the rows of Table 3 at the cost of the target, each row in every slot of the type.
+
+    A type whose every row stays dearer is left out (on short prompts its extra parts alone cost too much).
+    """
+    table = rows(scale)
+    first = [0] * len(table)
+    space = {}
+    for kind in kinds:
+        whole = partial(everywhere, kind, modalities=modalities, block=scale.block)
+
+        def taken(pattern: Mapping[str, Any], whole: Callable[..., dict[str, Any]] = whole) -> float:
+            return cost(whole(pattern))
+
+        reached: list[tuple[int, Candidate]] = []
+        for row, start in zip(table, first, strict=True):
+            reached.append(level(row, taken, tolerance, start))
+            tick()
+        candidates = merged([candidate for _, candidate in reached])
+        if any(one.state != "dear" for one in candidates):
+            space[kind] = [replace(one, share=share(whole(one.pattern))) for one in candidates]
+        elif kind == kinds[0]:
+            # Nothing came down to the target's cost; the target itself is what is left.
+            cost(scale.target())
+            space[kind] = [Candidate(("target",), scale.target(), 1.0, share(scale.target()), "level")]
+        # The other types cost much the same: they begin where the first one ended.
+        first = [steps for steps, _ in reached]
+    return space
 
 
 def key(pattern: Mapping[str, Any]) -> str:

@@ -14,8 +14,7 @@ import pytest
 
 from mmaccel.cli import draw
 from mmaccel.search import replayed
-from mmaccel.search.algorithm import labels, main_pattern
-from mmaccel.search.run import Parts
+from mmaccel.search.run import Parts, labels, main_pattern
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -17,11 +17,10 @@ from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.report import read_rows
 from mmaccel.search import Settings, agreement, replayed, search
-from mmaccel.search.algorithm import decided, labels, levelled, scored
-from mmaccel.search.measure import Bench, Inside, frame_tokens, relative_error, watch
+from mmaccel.search.measure import Bench, Inside, decided, frame_tokens, relative_error, scored, watch
 from mmaccel.search.picture import orders, pooled, weights
-from mmaccel.search.run import differing
-from mmaccel.search.space import KINDS, Scale, Slot, alone
+from mmaccel.search.run import differing, labels
+from mmaccel.search.space import KINDS, Scale, Slot, alone, levelled
 from tests.models.tiny_random import BUILD, prompt
 
 PIECES = [("text", 12), ("video", 30), ("text", 40), ("video", 30), ("text", 9)]

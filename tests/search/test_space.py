@@ -9,7 +9,7 @@ import pytest
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, MODALITIES, VIDEO
-from mmaccel.search.algorithm import arranged, decided, levelled
+from mmaccel.search.measure import arranged, decided
 from mmaccel.search.space import (
     KINDS,
     LONG,
@@ -21,6 +21,7 @@ from mmaccel.search.space import (
     everywhere,
     key,
     level,
+    levelled,
     merged,
     rows,
     slots,

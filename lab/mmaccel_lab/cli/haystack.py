@@ -282,7 +282,7 @@ def _less(recipe: Recipe, model: str) -> dict[str, Rival]:
     from mmaccel.models.loading import resolve
     from mmaccel.policies.sparse.per_head import FILE, SHIPPED, PerHead, read_table
     from mmaccel.policies.sparse.per_head import choices as patterns
-    from mmaccel.search.algorithm import narrowed
+    from mmaccel.search.run import narrowed
     from mmaccel_lab.eval.rivals import ablated
 
     pattern = recipe.sparse

@@ -285,15 +285,9 @@ def read_table(path: str | Path) -> dict[str, Any]:
         )
     layers: Any = table.get("layers")
     # Tables of before name no weights and, made by hand, no length.
-    whole = (
-        isinstance(table.get("model"), dict)
-        and isinstance(table.get("block"), int)
-        and isinstance(table.get("context", 1), int)
-        and isinstance(table.get("weights"), str | None)
-        and _filled(layers)
-        and all(_filled(layer) and all(map(_names_a_pattern, layer)) for layer in layers)
-    )
-    if not whole:
+    kinds: dict[str, Any] = {"model": dict, "block": int, "context": int, "weights": str | None}
+    whole = all(isinstance({"context": 1, **table}.get(name), kind) for name, kind in kinds.items())
+    if not (whole and isinstance(layers, list) and layers and all(map(_names_patterns, layers))):
         raise RecipeError(f"{where} is not whole; search again.")
     return table
 
@@ -315,10 +309,8 @@ def difference(table: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     return None
 
 
-def _filled(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
-
-
-def _names_a_pattern(head: Any) -> bool:
-    pattern = head.get("pattern") if isinstance(head, dict) else None
-    return isinstance(pattern, dict) and isinstance(pattern.get("name"), str)
+def _names_patterns(layer: Any) -> bool:
+    """Whether it is a list of one head or more, each with a pattern that has a name."""
+    heads = layer if isinstance(layer, list) else []
+    patterns = [head.get("pattern") if isinstance(head, dict) else None for head in heads]
+    return bool(heads) and all(isinstance(p, dict) and isinstance(p.get("name"), str) for p in patterns)

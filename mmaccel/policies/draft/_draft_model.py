@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,20 +63,16 @@ def free_device(taken: Sequence[torch.device]) -> str:
     return next((f"cuda:{n}" for n in after if n not in numbers), str(first))
 
 
-def same_vocabulary(a: int, b: int) -> bool:
-    """Whether embeddings of `a` and `b` rows may be paddings of one vocabulary.
+def check_vocabulary(name: str, ours: int, theirs: int) -> None:
+    """Raise `DraftError` unless a draft of `theirs` token embeddings can serve a target of `ours`: both may be paddings of
+    one vocabulary.
 
     Models of one family pad the same tokenizer to different multiples (151 936 and 152 064 rows, say). The rule: the counts
     differ by less than `PADDING` rows and by at most one in a hundred. Equal counts do not prove an equal tokenizer; a draft
     with another one costs speed, never correctness, since no token is committed that the target did not agree to.
     """
-    gap = abs(a - b)
-    return gap < PADDING and gap * 100 <= max(a, b)
-
-
-def check_vocabulary(name: str, ours: int, theirs: int) -> None:
-    """Raise `DraftError` unless a draft of `theirs` token embeddings can serve a target of `ours`."""
-    if not same_vocabulary(ours, theirs):
+    gap = abs(ours - theirs)
+    if gap >= PADDING or gap * 100 > max(ours, theirs):
         raise DraftError(
             f"{name}: model: the draft has {theirs} token embeddings and the target {ours}, so that their tokens differ; "
             "give a draft with the target's tokenizer."
@@ -140,8 +135,6 @@ class PeerStrategy(DraftStrategy):
         return self.prune
 
     def check(self, target: ModelView) -> None:
-        if self.prune is not None:
-            self.prune.stages(target.geometry.layers)
         self.peer(target)
 
     def peer(self, target: ModelView) -> ModelView:
@@ -181,8 +174,6 @@ class PeerState(DraftState):
         self._unread = moved(prompt.inputs, self._device)
 
     def keep(self, columns: Tensor) -> None:
-        if self._choice.prune is None:
-            raise DraftError("this draft reads the whole prompt; leave prune out.")
         self._columns = columns
 
     def _open(self) -> Runner:
@@ -254,14 +245,10 @@ class DraftDecoder:
         self.prompt_s = 0.0
 
     def read(
-        self,
-        inputs: Mapping[str, Any],
-        keep: Tensor | None = None,
-        compact: bool = False,
-        warp: Warp | None = None,
-        seed: int = 0,
+        self, inputs: Mapping[str, Any], keep: Tensor | None, compact: bool, warp: Warp | None, seed: int
     ) -> None:
-        """Run the prompt, or the columns `keep` of it. `warp` is the target's sampling, `seed` the draft's."""
+        """Run the prompt, or the columns `keep` of it, numbered anew if `compact`. `warp` is the target's sampling, None for
+        the likeliest tokens; `seed` is of the tokens that are drawn here."""
         began = time.perf_counter()
         self._prompt = inputs["input_ids"][0].cpu()
         self._warp, self._random = warp, torch.Generator().manual_seed(seed)
@@ -305,19 +292,6 @@ def _likeliest(q: Tensor) -> TokenDistribution:
     return TokenDistribution(top.indices[:there].to("cpu", torch.int32), weights.float())
 
 
-@torch.no_grad()
-def bare_step_s(runner: Runner, device: torch.device | str) -> float:
-    """Seconds of a step after a very short prompt: no pruner makes steps faster than this."""
-    ids = torch.zeros(1, 4, dtype=torch.long, device=device)
-    runner.prefill({"input_ids": ids})
-    times = []
-    for _ in range(7):
-        began = time.perf_counter()
-        int(runner.step(ids[:, :1])[0, -1].argmax())
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])  # the first ones may be compiled and captured
-
-
 class Local:
     """A draft in this process. On a CPU it works when its window is collected; on CUDA on a stream of its own."""
 
@@ -331,21 +305,19 @@ class Local:
     ) -> None:
         """As that of `Remote`; the prompt is read with the first window."""
         warp = None if warp is None else _at(warp, inputs["input_ids"].device)
-        self._unread: dict[str, Any] | None = dict(inputs=inputs, compact=compact, warp=warp, seed=seed)
-        self._ready: list[torch.cuda.Event] = []
-        self._mark()
+        self._unread: dict[str, Any] | None
+        self._unread = dict(inputs=inputs, keep=None, compact=compact, warp=warp, seed=seed)
+        self._wait()
 
     def keep(self, columns: Tensor) -> None:
         assert self._unread is not None
         self._unread["keep"] = columns
-        self._mark()
+        self._wait()
 
-    def _mark(self) -> None:
-        """The columns may still be on their way on the target's stream; later work there is not waited for."""
+    def _wait(self) -> None:
+        """What is read may still be on its way on the target's stream; later work there is not waited for."""
         if self._stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._stream.device))
-            self._ready.append(event)
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def ask(self, length: int, fix: list[int], count: int) -> None:
         self._asked = length, fix, count
@@ -354,8 +326,6 @@ class Local:
         assert self._asked is not None
         with torch.cuda.stream(self._stream):
             if self._unread is not None:
-                for event in self._ready:
-                    event.wait(self._stream)
                 self._writer.read(**self._unread)
                 self._unread = None
             return self._writer.write(*self._asked)

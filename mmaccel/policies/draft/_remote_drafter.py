@@ -10,27 +10,23 @@ import io
 import itertools
 import json
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.adapter import Runner
 from mmaccel.core.draft import UNIT_SLACK, Warp
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.registry import registry
 from mmaccel.core.worker import OWN, READY, Blob, Message, Wire, Worker, beating, inbox
-from mmaccel.policies.draft._draft_model import (
-    SUPPORT,
-    DraftDecoder,
-    DraftedTokens,
-    TokenDistribution,
-    bare_step_s,
-)
+from mmaccel.policies.draft._draft_model import SUPPORT, DraftDecoder, DraftedTokens, TokenDistribution
 
 BEGIN, KEEP, WRITE, WROTE, END, GREEDY = range(OWN, OWN + 6)
 SERVICE = "mmaccel.policies.draft._remote_drafter:serve"
@@ -59,18 +55,11 @@ class Remote:
         self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
     ) -> None:
         """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns."""
-        # Lists too, which some processors give for seconds of frames; what is neither is no input of a model.
-        sent = {
-            name: x
-            for name, x in inputs.items()
-            if isinstance(x, Tensor)
-            or (isinstance(x, list | tuple) and all(isinstance(one, int | float) for one in x))
-        }
         for message in self._worker.drain():
             self._hand_on(message)
         self._open[self._number] = self
         numbers = self._number, int(pruned), int(compact), seed
-        self._worker.post(BEGIN, *numbers, blob=packing(sent, _packed(warp)))
+        self._worker.post(BEGIN, *numbers, blob=packing(dict(inputs), _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
         """Say which columns of the prompt are run."""
@@ -104,33 +93,31 @@ class Remote:
     def _checked(self, message: Message) -> DraftedTokens:
         _, micros, prompt, *ids = message.numbers if len(message.numbers) >= 3 else (0, 0, 0)
         wrong = message.kind != WROTE or len(ids) != self._asked or micros < 0
-        if wrong or any(not 0 <= token < self._vocab for token in ids):
-            self._nonsense()
-        return DraftedTokens(ids, micros * MICRO, prompt * MICRO, self._odds(message.blob, ids))
+        wrong = wrong or any(not 0 <= token < self._vocab for token in ids)
+        odds = None if wrong else self._odds(message.blob, ids)
+        if odds is None:
+            self._worker.close()
+            raise DraftError("the draft's process sent a malformed message.")
+        return DraftedTokens(ids, micros * MICRO, prompt * MICRO, odds)
 
-    def _odds(self, blob: bytearray, ids: list[int]) -> tuple[TokenDistribution, ...]:
-        """What each of `ids` was drawn from; nothing where they are the likeliest ones."""
+    def _odds(self, blob: bytearray, ids: list[int]) -> tuple[TokenDistribution, ...] | None:
+        """What each of `ids` was drawn from, nothing where they are the likeliest ones; None for a malformed `blob`."""
         odds: list[TokenDistribution] = []
         at = 0
         while at < len(blob) and len(odds) < len(ids):
             count = int.from_bytes(blob[at : at + 4], "little")
             at, end = at + 4, at + 4 + 8 * count
             if not 0 < count <= SUPPORT or end > len(blob):
-                self._nonsense()
+                return None
             tokens = torch.frombuffer(blob, dtype=torch.int32, count=count, offset=at)
             weights = torch.frombuffer(blob, dtype=torch.float32, count=count, offset=at + 4 * count)
             fits = (tokens >= 0).all() & (tokens < self._vocab).all() & (tokens == ids[len(odds)]).any()
             if not fits & (weights > 0).all() & ((weights.sum() - 1).abs() <= UNIT_SLACK):
-                self._nonsense()
+                return None
             odds.append(TokenDistribution(tokens, weights))
             at = end
-        if at != len(blob) or (odds and len(odds) != len(ids)):
-            self._nonsense()
-        return tuple(odds)
-
-    def _nonsense(self) -> NoReturn:
-        self._worker.close()
-        raise DraftError("the draft's process sent a malformed message.")
+        whole = at == len(blob) and len(odds) in (0, len(ids))
+        return tuple(odds) if whole else None
 
     def close(self) -> None:
         """The sequence is over; the process frees what it holds of it, and stays for others."""
@@ -168,6 +155,19 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
         bare = [int(bare_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []
     wire.send(READY, family.geometry(model).vocab, *bare)
     serve_decoder(wire, lambda: DraftDecoder(family.runner(model), own, options["vocab"]), own)
+
+
+@torch.no_grad()
+def bare_step_s(runner: Runner, device: torch.device | str) -> float:
+    """Seconds of a step after a very short prompt: no pruner makes steps faster than this."""
+    ids = torch.zeros(1, 4, dtype=torch.long, device=device)
+    runner.prefill({"input_ids": ids})
+    times = []
+    for _ in range(7):
+        began = time.perf_counter()
+        int(runner.step(ids[:, :1])[0, -1].argmax())
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])  # the first ones may be compiled and captured
 
 
 @torch.no_grad()
@@ -244,17 +244,15 @@ SLAB = 16 << 20
 
 def packing(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
     """`pack` for another thread: it waits for what makes these tensors on their device, and for nothing that comes later."""
-    made = {}
+    streams = []
     for device in {x.device for x in inputs.values() if isinstance(x, Tensor) and x.is_cuda}:
-        made[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        made[device].record(torch.cuda.current_stream(device))
+        streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        streams[-1].wait_stream(torch.cuda.current_stream(device))
 
     def run() -> list[Blob]:
-        with ExitStack() as streams:
-            for device, event in made.items():
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                event.wait(stream)
-                streams.enter_context(torch.cuda.stream(stream))
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
             return pack(inputs, more)
 
     return run
@@ -266,7 +264,9 @@ def pack(inputs: Mapping[str, Any], more: bytes = b"") -> list[Blob]:
     parts: list[Blob] = []
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
-            table.append([name, None, list(x)])
+            # Lists too, which some processors give for seconds of frames; what is neither is no input of a model.
+            if isinstance(x, list | tuple) and all(isinstance(one, int | float) for one in x):
+                table.append([name, None, list(x)])
             continue
         host = _on_host(x.detach().contiguous())
         table.append([name, str(host.dtype).removeprefix("torch."), list(host.shape)])

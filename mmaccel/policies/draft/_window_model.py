@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmaccel.core.prune import TokenPruner
 
@@ -124,24 +124,13 @@ class Way:
         return best_window(*figures, most)[1] if window is None else expected_gain(*figures, window)
 
 
-@dataclass
-class Reading:
-    """What the draft reads for one answer: what `pruner` keeps, or everything (None); `why` is for the report."""
+class Reading(NamedTuple):
+    """What the draft reads for one answer: what `pruner` keeps, or everything (None), and a `note` of it for the report; the
+    figures of the answer are of `way`."""
 
     way: Way
     pruner: TokenPruner | None
-    why: str
-    ended: bool = False
-
-    def end(self, pace: Pace) -> None:
-        """Take the figures of the answer, which has ended; a second call does nothing."""
-        if not self.ended:
-            self.way.add(pace)
-        self.ended = True
-
-    def note(self) -> str:
-        """A sentence for the report."""
-        return f"it read {part(self.pruner)}: {self.why}"
+    note: str
 
 
 @dataclass
@@ -163,20 +152,23 @@ class Shares:
         With `sampled` tokens and a given window it is always the whole: times must not change which tokens are sampled.
         """
         whole, less = self.ways.setdefault(length.bit_length(), (Way(), Way()))
-        gain, of_part = whole.gain(window, most), less.gain(window, most)
+        gain, of_part, thinned = whole.gain(window, most), less.gain(window, most), part(pruner)
+        at_best = math.inf
+        if self.bare_s and whole.draft_s:
+            at_best = replace(whole, draft_s=min(self.bare_s, whole.draft_s)).gain(window, most)
         if sampled and window is not None:
-            return Reading(whole, None, "tokens are sampled, and measured times must not change them")
-        if not whole.known:
-            return Reading(whole, None, f"it is measured first, before {part(pruner)}")
-        if not less.known:
-            if self.bare_s and whole.draft_s:
-                at_best = replace(whole, draft_s=min(self.bare_s, whole.draft_s)).gain(window, most)
-                if at_best < WORTH * gain:
-                    why = f"expected {gain:.2f} x, and {at_best:.2f} x at most with {part(pruner)}"
-                    return Reading(whole, None, why)
-            return Reading(less, pruner, "to measure it")
-        why = f"expected {gain:.2f} x with the whole video, {of_part:.2f} x with {part(pruner)}"
-        return Reading(less, pruner, why) if of_part > gain else Reading(whole, None, why)
+            prunes, why = False, "tokens are sampled, and measured times must not change them"
+        elif not whole.known:
+            prunes, why = False, f"it is measured first, before {thinned}"
+        elif less.known:
+            prunes = of_part > gain
+            why = f"expected {gain:.2f} x with the whole video, {of_part:.2f} x with {thinned}"
+        elif at_best < WORTH * gain:
+            prunes, why = False, f"expected {gain:.2f} x, and {at_best:.2f} x at most with {thinned}"
+        else:
+            prunes, why = True, "to measure it"
+        way, chosen = (less, pruner) if prunes else (whole, None)
+        return Reading(way, chosen, f"it read {part(chosen)}: {why}")
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""

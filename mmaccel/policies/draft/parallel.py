@@ -27,7 +27,7 @@ from mmaccel.policies.draft._draft_model import (
     free_device,
 )
 from mmaccel.policies.draft._remote_drafter import MICRO, SERVICE, Remote
-from mmaccel.policies.draft._window_model import Pace, Reading, Shares, best_window
+from mmaccel.policies.draft._window_model import Pace, Shares, Way, best_window
 
 FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
@@ -108,12 +108,10 @@ class Parallel(PeerStrategy):
         return (self.window or self.most) + 1
 
     def check(self, target: ModelView) -> None:
-        if not self.process or target.config_only:
+        if self.process and not target.config_only:
+            self._worker(target)
+        else:
             super().check(target)
-            return
-        if self.prune is not None:
-            self.prune.stages(target.geometry.layers)
-        self._worker(target)
 
     def open(self, target: ModelView) -> DraftState:
         vocab = target.geometry.vocab
@@ -160,8 +158,9 @@ class Pipeline(DraftState):
     """Algorithm 1, seen from the draft.
 
     `_said` are the committed tokens after the prompt, `_line` the draft's own: committed ones, and from there what it has
-    written ahead. While a window is out (`_busy`) the line is as it was when it was asked for. `_odds` has, by place in the
-    line, what a token was drawn from, where it was drawn. `devices` are the target's.
+    written ahead. While a window is out (`_busy`) the line is as it was when it was asked for; from the first that has come
+    on it is waited for, as long as none is late (`_due`). `_odds` has, by place in the line, what a token was drawn from,
+    where it was drawn. `devices` are the target's.
     """
 
     def __init__(
@@ -174,17 +173,18 @@ class Pipeline(DraftState):
     ) -> None:
         self._engine, self._choice = engine, choice
         self._shares, self._pruner = shares, choice.pruner
-        self._reading: Reading | None = None
+        self._way: Way | None = None  # whose figures those of this answer are, where they are measured
+        self._read = ""
         self._waited = [device for device in devices if device.type == "cuda" and choice.process]
         self._said: list[int] = []
         self._line: list[int] = []
         self._odds: dict[int, TokenDistribution] = {}
         self._last, self._vocab = devices[-1], vocab
         self._ahead = 0
-        self._busy = self._started = self._late = False
+        self._busy = self._due = False
         self._pace = Pace()
         self._window = choice.window or min(FIRST_WINDOW, choice.most)
-        self._streak, self._streaks = 0, []  # type: int, list[int]
+        self._streaks = [0]  # drafted tokens kept in a row; the last run goes on
         self._figures = dict.fromkeys(("pre_verify", "post_verify", "alone", "late", "drafted", "pauses"), 0)
         self._windows: list[int] = []
         self._ready = self._resume = 0
@@ -193,12 +193,10 @@ class Pipeline(DraftState):
 
     def begin(self, prompt: Prompt) -> None:
         self._left = prompt.max_new_tokens or sys.maxsize
-        choice, pruner = self._choice, self._pruner
-        if self._shares is not None and pruner is not None:
-            length, sampled = prompt.ids.shape[1], prompt.warp is not None
-            self._reading = self._shares.reading(pruner, length, choice.window, choice.most, sampled)
-            pruner = self._pruner = self._reading.pruner
-        seed, generator = 0, prompt.generator
+        if self._shares is not None and self._pruner is not None:
+            given = self._pruner, prompt.ids.shape[1], self._choice.window, self._choice.most
+            self._way, self._pruner, self._read = self._shares.reading(*given, prompt.warp is not None)
+        pruner, seed, generator = self._pruner, 0, prompt.generator
         if prompt.warp is not None:
             # The draft's draws follow from the target's random numbers.
             device = "cpu" if generator is None else generator.device
@@ -236,9 +234,8 @@ class Pipeline(DraftState):
         # The token that follows what is being verified; without a window at work it may have been written before. A window
         # is waited for twice as long as a round takes; not at all while the draft reads, or is late already.
         if self._busy:
-            waits = self._started and not self._late
             round_s = max(self._pace.step_s, self._window * self._pace.draft_s)
-            self._collect(0.05 + 2 * round_s if waits else 0.0)
+            self._collect(0.05 + 2 * round_s if self._due else 0.0)
         place = len(self._said) + self._ahead
         return self._proposal(place, self._line[place : place + 1] if self._agrees() else [])
 
@@ -250,23 +247,17 @@ class Pipeline(DraftState):
             self._ready = len(self._line)
             kept = int(self._line[:1] == tokens[:1])
         elif not first:
-            alone = "alone" if self._late or not self._started else "pre_verify"
-            mode = "post_verify" if self._ahead else alone
+            mode = "post_verify" if self._ahead else "pre_verify" if self._due else "alone"
             self._figures[mode] += 1
             if mode != "alone":
                 self._pace.judge(kept, len(tokens) > kept)
         self._said += tokens
         self._odds = {place: odds for place, odds in self._odds.items() if place >= len(self._said)}
-        self._streak += kept
+        self._streaks[-1] += kept
         if len(tokens) > kept:
-            self._broken()
+            self._streaks.append(0)
         if not self._busy:
             self._ask()
-
-    def _broken(self) -> None:
-        if self._streak:
-            self._streaks.append(self._streak)
-        self._streak = 0
 
     def _agrees(self) -> bool:
         return self._line[: len(self._said)] == self._said
@@ -299,11 +290,10 @@ class Pipeline(DraftState):
     def _collect(self, limit_s: float) -> None:
         written = self._engine.collect(limit_s)
         if written is None:
-            self._figures["late"] += self._started and not self._late
-            self._late = self._started
+            self._figures["late"] += self._due
+            self._due = False
             return
-        self._busy = self._late = False
-        self._started = True
+        self._busy, self._due = False, True
         self._odds |= dict(enumerate(written.odds, len(self._line)))
         self._line += written.ids
         self._figures["drafted"] += len(written.ids)
@@ -312,11 +302,12 @@ class Pipeline(DraftState):
 
     def close(self) -> None:
         """Raises `DraftError`, when all is closed, for a draft that has been silent for `QUIET_S` and more."""
-        silent = time.perf_counter() - self._asked if self._busy and self._late else 0.0
+        late = self._busy and not self._due and self._figures["drafted"]
+        silent = time.perf_counter() - self._asked if late else 0.0
         self._busy = False
-        self._broken()
-        if self._reading is not None:
-            self._reading.end(self._pace)
+        if self._way is not None:
+            self._way.add(self._pace)
+            self._way = None
         self._engine.close()
         if silent >= QUIET_S:
             raise DraftError(
@@ -326,7 +317,7 @@ class Pipeline(DraftState):
 
     def notes(self) -> list[str]:
         """What the draft read, how often the target decoded without it, and why it paused, in words."""
-        notes = [] if self._reading is None else [self._reading.note()]
+        notes = [self._read] if self._read else []
         if alone := self._figures["alone"]:
             steps = f"{alone} target step{'' if alone == 1 else 's'}"
             notes.append(f"{steps} without it, while it read the prompt or said nothing")
@@ -340,7 +331,7 @@ class Pipeline(DraftState):
 
     def counters(self) -> dict[str, float]:
         """Rounds of each mode; streaks: drafted tokens kept in a row over windows, the paper's adaptive length."""
-        streaks, windows, pace = self._streaks or [0], self._windows or [0], self._pace
+        streaks, windows, pace = [*filter(None, self._streaks)] or [0], self._windows or [0], self._pace
         return {
             **{name: float(value) for name, value in self._figures.items()},
             "streak_mean": sum(streaks) / len(streaks),

@@ -64,7 +64,7 @@ class Softmax:
 def test_what_a_token_was_drawn_from_crosses_the_wire() -> None:
     """The process draws what a writer here draws with its seed, from the same distributions."""
     here = DraftDecoder(ToyRunner(bigram(table(1))), "cpu", VOCAB)
-    here.read({"input_ids": torch.tensor([[1, 0]])}, warp=Softmax(), seed=9)
+    here.read({"input_ids": torch.tensor([[1, 0]])}, None, False, Softmax(), 9)
     worker = Worker(SERVICE, {"model": "1"}, silence_s=20.0)
     try:
         worker.wait(READY, 20.0)

@@ -163,7 +163,7 @@ def test_after_a_refusal_the_draft_goes_on_from_what_was_said() -> None:
 
 def test_a_writer_goes_back_to_any_token() -> None:
     writer = DraftDecoder(ToyRunner(bigram(torch.eye(7).roll(1, 1))), "cpu", 7)
-    writer.read({"input_ids": torch.tensor([[3, 1]])})
+    writer.read({"input_ids": torch.tensor([[3, 1]])}, None, False, None, 0)
     for length, fix, count, line in (
         (0, [], 4, [2, 3, 4, 5]),
         (2, [0, 0, 6], 2, [2, 3, 0, 0, 6, 0, 1]),

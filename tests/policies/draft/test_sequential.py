@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from mmaccel.core.errors import DraftError, ModelError, RecipeError
 from mmaccel.core.generate import speculate
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import Sequential
-from mmaccel.policies.draft._draft_model import same_vocabulary
+from mmaccel.policies.draft._draft_model import check_vocabulary
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import (
     Meter,
@@ -227,7 +228,9 @@ def test_a_draft_of_another_vocabulary_is_refused() -> None:
     ],
 )
 def test_the_vocabulary_rule(a: int, b: int, same: bool) -> None:
-    assert same_vocabulary(a, b) == same == same_vocabulary(b, a)
+    for ours, theirs in ((a, b), (b, a)):
+        with nullcontext() if same else pytest.raises(DraftError):
+            check_vocabulary("sequential", ours, theirs)
 
 
 def test_a_closed_draft_says_so() -> None:

@@ -28,9 +28,8 @@ def answer(
     keep, draft_s = figures[f"{way}_keep"], figures[f"{way}_s"]
     pace = Pace(step_s=10.0, draft_s=draft_s)
     pace.judged, pace.kept = pace.judged + 100, pace.kept + 100 * keep
-    reading.end(pace)
-    reading.end(pace)
-    return way, reading.note()
+    reading.way.add(pace)
+    return way, reading.note
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -69,7 +68,7 @@ def test_a_way_that_is_never_ready_gains_nothing() -> None:
         reading = shares.reading(UV, 100, 4, 16, sampled=False)
         found.append(reading.pruner is None)
         pace = Pace() if reading.pruner is None else Pace(step_s=10.0, draft_s=2.0, judged=60.0, kept=50.0)
-        reading.end(pace)
+        reading.way.add(pace)
     assert found == [True, True, False, False, False]
 
 
@@ -79,7 +78,7 @@ def test_what_is_sampled_at_a_given_window_does_not_hang_on_the_clock() -> None:
         for pruner in want:
             reading = shares.reading(UV, 100, window, 16, sampled)
             assert reading.pruner is pruner
-            reading.end(Pace(step_s=10.0, draft_s=9.0 if pruner is None else 2.0, judged=60.0, kept=50.0))
+            reading.way.add(Pace(step_s=10.0, draft_s=9.0 if pruner is None else 2.0, judged=60.0, kept=50.0))
 
 
 @pytest.mark.parametrize("family", BUILD)

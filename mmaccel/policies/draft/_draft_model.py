@@ -293,7 +293,8 @@ def _likeliest(q: Tensor) -> TokenDistribution:
 
 
 class Local:
-    """A draft in this process. On a CPU it works when its window is collected; on CUDA on a stream of its own."""
+    """A draft in this process, asked as `Remote` is. On a CPU it works when its window is collected; on CUDA on a stream of
+    its own."""
 
     def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
         self._writer = DraftDecoder(peer.runner(), peer.device, vocab)

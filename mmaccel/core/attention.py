@@ -6,6 +6,7 @@ language model over new columns, of a call or of a stream.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,11 +24,15 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, check_sizes, numbered
 from mmaccel.core.prune import PrefillPass, Probe
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.replay import COMPILE, Compiled
 from mmaccel.core.report import Meter
 from mmaccel.core.sparse import attend_plan, window_plan
 
 ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""
+PLANNER_S, SAVED = 32.0, 0.5
+"""Seconds that inductor takes to compile a plan, and the share of a plan's time that it saves, as measured of the plan of
+block_topk (docs/speed.md)."""
 MIN_ROWS = 64
 """A shorter prompt, or last piece of one, is dense."""
 
@@ -46,6 +51,27 @@ class AttentionConfig:
     meter: Meter = field(default_factory=Meter)
     choice: select.Choice | None = None
     _warned: bool = False
+    _compiled: dict[int, Compiled] = field(default_factory=dict)
+
+    def plan(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, queries: TokenLayout, keys: TokenLayout
+    ) -> AttentionPlan | None:
+        """The plan of a layer by its pattern: see `SparsePattern.plan_layer`. Compiled where that pays, from a prompt's
+        second layer on: what the host knows of the layouts it has learned by then."""
+        pattern = self.recipe.sparse.at(layer)
+        plan = pattern.plan_layer
+        if not pattern.compiles or not (query.is_cuda or COMPILE in os.environ):
+            return plan(query, key, value, queries, keys)
+        name = "planned", id(pattern)
+        if name not in queries.memo:
+            queries.memo[name] = pattern
+            return plan(query, key, value, queries, keys)
+        costs = None if self.choice is None else self.choice.costs
+        gain = 0.0 if costs is None else SAVED * costs.planning(key.shape[0] * key.shape[2])
+        compiled = self._compiled.setdefault(id(pattern), Compiled(plan, PLANNER_S))
+        sizes = query.shape, key.shape, query.dtype
+        made: AttentionPlan | None = compiled(sizes, gain, query, key, value, queries, keys)
+        return made
 
     def check_length(self, tokens: int) -> None:
         """Warn, once for each attached recipe, of a prompt much longer or shorter than that of the search."""
@@ -252,7 +278,7 @@ class ForwardPass(PrefillPass):
         )
 
     def _plan(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> AttentionPlan | None:
-        plan = self.config.recipe.sparse.at(layer).plan_layer(query, key, value, self.queries, self.layout)
+        plan = self.config.plan(layer, query, key, value, self.queries, self.layout)
         if plan is not None:
             self.config.check_length(self.layout.length + self.rest)
             check_sizes(plan, self.config.recipe.sparse.name, query, key, whole=not self.layout.padded)

@@ -194,10 +194,13 @@ def policy(kind: str, value: Any, where: str = "") -> Any:
     return registry(kind).build(name, fields)
 
 
-def register(kind: str, name: str) -> Callable[[C], C]:
+def register(kind: str, name: str, *, compile: bool | None = None) -> Callable[[C], C]:
     """Class decorator: put a class in the registry of `kind` and give it its public `name`.
 
-    Raises `RecipeError` for a policy that is none of its kind, or no frozen dataclass.
+    compile  of a sparse pattern, whether its `plan` may be compiled by inductor, as one graph, where that pays (on CUDA; see
+             `core.replay.Compiled`); None: as the class has it, for a pattern of your own yes
+
+    Raises `RecipeError` for a policy that is none of its kind, or no frozen dataclass, and for `compile` of another kind.
     """
 
     def put(cls: C) -> C:
@@ -211,7 +214,13 @@ def register(kind: str, name: str) -> Callable[[C], C]:
                 f"{kind} {name!r}: {cls.__name__} is not a frozen dataclass; write @dataclass(frozen=True, kw_only=True) "
                 "below @register."
             )
+        if compile is not None and kind != "sparse":
+            raise RecipeError(
+                f"{kind} {name!r}: compile is of sparse patterns, whose plans are compiled; leave it out."
+            )
         registry(kind).add(name, cls)
+        if compile is not None:
+            setattr(cls, "compiles", compile)  # noqa: B010 - as below
         setattr(cls, "name", name)  # noqa: B010 - the attribute is declared by each base class
         return cls
 

@@ -1,14 +1,17 @@
-"""Work that a device does again and again: captured once as a CUDA graph, and launched as one from then on."""
+"""Work that is done again and again: captured once as a CUDA graph and launched as one from then on, or compiled once."""
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from mmaccel.core.errors import warn
 
 Work = Callable[[], tuple[Tensor, ...]]
 _alone = threading.Lock()
@@ -143,3 +146,56 @@ class _Replay:
     def __call__(self) -> tuple[Tensor, ...]:
         self._graph.replay()
         return self._out
+
+
+COMPILE = "MMACCEL_COMPILE"
+"""The variable of the environment that says when a `Compiled` is compiled: "never"; "always", on every device and from the
+first call on; else where it pays."""
+
+SIZES = 4
+"""Sizes for which a function is compiled; each is compiled anew, for up to half a minute."""
+
+
+class Compiled:
+    """A function of tensors that inductor compiles, as one graph, once that pays; else it runs as it is written.
+
+    It pays for tensors of some sizes when calls of these sizes have lost by now what compiling takes, for want of it. So at
+    most twice is spent of what the better choice takes, whatever is to come, and nothing for sizes that do not come again.
+    What cannot be compiled, here or at all, runs as it is written from then on, and one warning says why.
+    """
+
+    def __init__(self, plain: Callable[..., Any], warmup_s: float) -> None:
+        """`plain` reads nothing from its tensors; `warmup_s`, the seconds that compiling takes, is a measured figure."""
+        self.plain, self.warmup_s, self.failed = plain, warmup_s, False
+        self._lost: dict[Hashable, float] = {}
+        self._paid: set[Hashable] = set()
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, sizes: Hashable, gain_s: float, *args: Any) -> Any:
+        """The result for `args`, whose tensors have these `sizes`. Compiled, a call would take `gain_s` seconds less: 0
+        where it would not, or nobody knows."""
+        if not self._pays(sizes, gain_s):
+            return self.plain(*args)
+        try:
+            if self._compiled is None:
+                self._compiled = torch.compile(self.plain, fullgraph=True, dynamic=False)
+            return self._compiled(*args)
+        except Exception as error:
+            self.failed = True
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            name = getattr(self.plain, "__qualname__", "a function")
+            warn(f"{name} cannot be compiled and runs as it is written ({reason}); set {COMPILE}=never.")
+        return self.plain(*args)
+
+    def _pays(self, sizes: Hashable, gain_s: float) -> bool:
+        how = os.environ.get(COMPILE)
+        if self.failed or how == "never" or torch.compiler.is_compiling():
+            return False
+        if how == "always" or sizes in self._paid:
+            return True
+        if gain_s <= 0 or len(self._paid) == SIZES:
+            return False
+        self._lost[sizes] = self._lost.get(sizes, 0.0) + gain_s
+        if self._lost[sizes] >= self.warmup_s:
+            self._paid.add(sizes)
+        return sizes in self._paid

@@ -46,12 +46,14 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     rounded   the plan lists whole blocks beyond the paper's element mask (element <= plan <= its block closure)
     dense     it plans nothing by itself: prefill stays dense
     reads_values  the plan looks at values too, as pooled keys need pooled values: `plan` is given `value`
+    compiles  inductor may compile `plan` as one graph; one that reads the device runs as it is written
     """
 
     adaptive: ClassVar[bool] = False
     rounded: ClassVar[bool] = False
     dense: ClassVar[bool] = False
     reads_values: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
 
     block: int = 64
 

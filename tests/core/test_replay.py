@@ -6,14 +6,24 @@ import contextlib
 import itertools
 import threading
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import mmaccel
 from mmaccel.core import replay
+from mmaccel.core.attention import AttentionConfig
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_range
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import register, registry
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse.orders import at_or_before, natural
 
 
 def test_one_capture_is_over_before_another_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +207,99 @@ def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch: pytest.
         for _ in range(3):
             assert torch.equal(replays(lasting, work, lasting=lasting)[0], torch.ones(1))
     assert len(made) == 2 and not any(graph.capturing for graph in made)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_what_is_compiled_has_lost_by_then_what_compiling_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.delenv(replay.COMPILE, raising=False)
+    monkeypatch.setattr(torch, "compile", lambda plain, **how: made.append(how) or plain)
+    work = replay.Compiled(doubled, warmup_s=1.0)
+    for _ in range(9):
+        assert work("small", 0.0, torch.ones(2)).tolist() == [2.0, 2.0]
+    assert not made
+    for call in range(1, 6):
+        work(call, 0.3, torch.ones(2))  # each of a size of its own
+        work("large", 0.3, torch.ones(2))
+        assert len(made) == (call >= 4) and made[:1] in ([], [dict(fullgraph=True, dynamic=False)])
+    monkeypatch.setenv(replay.COMPILE, "never")
+    monkeypatch.setattr(work, "_compiled", lambda x: pytest.fail("compiled"))
+    work("large", 0.3, torch.ones(2))
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is missing, a compiler of C++ say; said once."""
+    tried: list[Any] = []
+
+    def compiler(*_: Any) -> Any:
+        tried.append(_)
+        raise RuntimeError("no compiler is found")
+
+    monkeypatch.setenv(replay.COMPILE, "always")
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda plain, **how: whole(plain, backend=compiler, **how))
+    torch._dynamo.reset()
+    work = replay.Compiled(doubled, warmup_s=1.0)
+    with pytest.warns(
+        mmaccel.MmaccelWarning, match="doubled cannot be compiled.*no compiler is found"
+    ) as said:
+        assert [work(0, 0.0, torch.ones(1)).item() for _ in range(3)] == [2.0] * 3
+    assert len(said) == len(tried) == 1
+    torch._dynamo.reset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heavier(SparsePattern):
+    """The half of the key blocks that the mean of a query block weighs heaviest, and its own: as a third party writes it."""
+
+    def plan(self, query: Any, key: Any, q_layout: Any, k_layout: Any) -> AttentionPlan:
+        queries, keys = (natural(one, block=self.block) for one in (q_layout, k_layout))
+        q_row, q_pos = queries.row[:, None], at_or_before(keys, queries)[:, None]
+        own = q_pos.unflatten(-1, (-1, self.block)).amax(-1, keepdim=True) // self.block
+        means = [
+            torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % self.block)).unflatten(2, (-1, self.block))
+            for x in (query, key.repeat_interleave(query.shape[1] // key.shape[1], 1))
+        ]
+        score = means[0].mean(3) @ means[1].mean(3).mT
+        number = torch.arange(score.shape[-1])
+        table = (score >= score.median(-1, keepdim=True).values) | (number == own)
+        order = q_row, keys.row[:, None], q_pos, keys.rank[:, None]
+        span = span_by_range(*order, 0, FAR, self.block, self.block, table=table & (number <= own))
+        return AttentionPlan((Part(q_row, (span,)),), self.block, self.block, *query.shape[:3], key.shape[2])
+
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
+        return (-(-n_key // self.block)) ** 2
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiles", [None, False])
+def test_a_third_party_s_pattern_is_compiled_unless_it_says_no(
+    compiles: bool | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for all layers and prompts of a length, and the plans of the pattern itself."""
+    kind = type("Heavier", (Heavier,), {})
+    patterns = registry("sparse")
+    monkeypatch.setattr(patterns, "_classes", dict(patterns._classes))
+    kind = register("sparse", "heavier", compile=compiles)(dataclass(frozen=True, kw_only=True)(kind))
+    config = AttentionConfig(Recipe.load(sparse={"name": "heavier", "block": 16}), "reference", None)
+    counter, whole = CompileCounterWithBackend(backend), torch.compile
+    monkeypatch.setenv(replay.COMPILE, "always")
+    monkeypatch.setattr(torch, "compile", lambda plain, **how: whole(plain, backend=counter, **how))
+    torch._dynamo.reset()
+    for _ in range(2):
+        layout = TokenLayout.text(1, 90)
+        for layer in range(3):
+            query, key = torch.randn(1, 4, 90, 8), torch.randn(1, 2, 90, 8)
+            plan = config.plan(layer, query, key, key, layout, layout)
+            want = kind(block=16).plan(query, key, layout, layout)
+            assert plan is not None and torch.equal(plan.to_mask(), want.to_mask())
+    assert counter.frame_count == (compiles is None)
+    torch._dynamo.reset()
+
+
+def test_only_patterns_are_registered_to_be_compiled() -> None:
+    with pytest.raises(mmaccel.MmaccelError, match="compile is of sparse patterns, whose plans"):
+        register("kv", "none", compile=True)(registry("kv")["full"])

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -277,7 +277,10 @@ def _order(layout: TokenLayout, modality: int | None, block: int) -> TokenOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPattern(SparsePattern):
-    """A pattern whose plan is made of regions: of one of all queries and keys, or of one for each boundary."""
+    """A pattern whose plan is made of regions: of one of all queries and keys, or of one for each boundary. What it derives
+    of a prompt's layouts is kept with them, by which a compiled plan would serve no other prompt."""
+
+    compiles: ClassVar[bool] = False
 
     @abstractmethod
     def layer_parts(self, layer: LayerInputs) -> Sequence[Part]:

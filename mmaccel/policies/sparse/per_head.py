@@ -31,7 +31,7 @@ KIND, SCHEMA = "mmaccel heads", 1
 FIX = "give a file that `mmaccel search` wrote"
 
 
-@register("sparse", "per_head")
+@register("sparse", "per_head", compile=False)
 @dataclass(frozen=True, kw_only=True)
 class PerHead(SparsePattern):
     """Each head of each layer follows the pattern that a table gives it (MMInference, section 3.3 and Algorithm 4).
@@ -209,6 +209,7 @@ class LayerHeads(SparsePattern):
     adaptive: ClassVar[bool] = True
     rounded: ClassVar[bool] = True
     reads_values: ClassVar[bool] = True  # of heads that do
+    compiles: ClassVar[bool] = False
 
     named: Mapping[int, SparsePattern]
     rest: SparsePattern = field(default_factory=Dense)

@@ -24,6 +24,7 @@ from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
+from mmaccel.core.replay import Compiled
 
 Warp = Callable[[Tensor, Tensor], Tensor]
 """(ids [S] before a token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot if processors decide."""
@@ -240,7 +241,7 @@ def accept(
         q = resize(q, p.shape[-1], 0.0)
     device = p.device if generator is None else generator.device
     u = torch.rand(n, dtype=p.dtype, device=device, generator=generator).to(p.device)
-    count, rest = judge(drafted, p, q, u)
+    count, rest = _judged((p.shape, q is None), JUDGED_S if p.is_cuda else 0.0, drafted, p, q, u)
     # A q of NaN would make the draw fail before the fault is told; p stands in, and is never returned.
     last = draw(torch.where(faults.any(), p[0], rest), generator)
     kept, outside, uneven, unlikely = torch.cat([count.view(1), faults]).tolist()
@@ -342,6 +343,11 @@ def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, 
     rest = (p_row - q_row).clamp(min=0)
     # Where p and q agree to the last bit a refusal is a rounding accident and the residual empty; p is then the limit.
     return kept, torch.where(rest.sum(-1, keepdim=True) > 0, rest, p_row)
+
+
+JUDGED_S = 1.5e-4
+"""Seconds that a compiled `judge` saves on CUDA (docs/speed.md). All it computes is by element: its bits are the same."""
+_judged = Compiled(judge, warmup_s=2.4)
 
 
 def distinct(ids: Tensor, parents: Tensor) -> Tensor:

@@ -18,11 +18,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mmaccel
 from mmaccel.core import replay
 from mmaccel.core.attention import AttentionConfig
+from mmaccel.core.draft import judge
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_range
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import register, registry
 from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse import block_topk
+from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.orders import at_or_before, natural
 
 
@@ -303,3 +306,28 @@ def test_a_third_party_s_pattern_is_compiled_unless_it_says_no(
 def test_only_patterns_are_registered_to_be_compiled() -> None:
     with pytest.raises(mmaccel.MmaccelError, match="compile is of sparse patterns, whose plans"):
         register("kv", "none", compile=True)(registry("kv")["full"])
+
+
+@pytest.mark.slow
+def test_what_runs_compiled_on_a_gpu_gives_its_results_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acceptance bit for bit; a choice of blocks the same blocks. One graph each."""
+    counter, whole = CompileCounterWithBackend("inductor"), torch.compile
+    monkeypatch.setenv(replay.COMPILE, "always")
+    monkeypatch.setattr(torch, "compile", lambda plain, **how: whole(plain, backend=counter, **how))
+    torch._dynamo.reset()
+    p, q = torch.randn(2, 5, 999).softmax(-1)
+    given = q[:4].multinomial(1)[:, 0], p, q[:4], torch.rand(4)
+    for got, want in zip(replay.Compiled(judge, 1.0)(0, 0.0, *given), judge(*given), strict=True):
+        assert torch.equal(got, want)
+    assert counter.frame_count == 1
+    pattern, layout = BlockTopK(block=16, sink=16, budget=0.5), TokenLayout.text(1, 400)
+    monkeypatch.setattr(block_topk, "_CHOICE", replay.Compiled(block_topk._choice, 1.0))
+    for _ in range(2):
+        query, key = torch.randn(1, 4, 400, 8), torch.randn(1, 2, 400, 8)
+        plan = pattern.plan(query, key, layout, layout)
+        monkeypatch.setenv(replay.COMPILE, "never")
+        want = pattern.plan(query, key, layout, layout)
+        monkeypatch.setenv(replay.COMPILE, "always")
+        assert plan is not None and want is not None and torch.equal(plan.to_mask(), want.to_mask())
+    assert counter.frame_count == 2
+    torch._dynamo.reset()

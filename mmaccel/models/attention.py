@@ -163,7 +163,8 @@ def weights_of(
             whole[b, :, columns, columns] = weights_of(one, layer, q, k, v, scale)[0]
         return whole
     if run.state is not None:
-        key = run.state.view(layer, query).key
+        view = run.state.view(layer, query)
+        key, query = view.key, query if view.query is None else view.query
     rows = query.shape[2]
     at = torch.arange(key.shape[2], device=query.device)
     unseen = at > at[run.start : run.start + rows, None]

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from io import RawIOBase
 from typing import Any
 
@@ -27,7 +28,7 @@ AHEAD = 86400.0
 """More seconds than this between two frames are no gap: the clock was set, or its counter overflowed."""
 
 
-class Source:
+class Source(AbstractContextManager["Source"]):
     """A video file, URL or readable object, opened for decoding.
 
     `rate` frames a second on average (0.0 unknown), `duration` seconds (None unknown), `count` frames as the
@@ -103,9 +104,6 @@ class Source:
         elif whole is not None and len(self._container.streams) == 1:
             # Where only the header tells, as in Matroska, it tells the end on the clock of the file.
             self.duration = float((whole - begin if begin < whole else whole) / av.time_base)
-
-    def __enter__(self) -> Source:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

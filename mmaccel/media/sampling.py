@@ -107,9 +107,9 @@ class Log:
 
     def give(self, until: float = math.inf) -> tuple[Event, ...]:
         """Hand over the events up to `until` seconds, or all, in order of time."""
-        given = sorted((one for one in self._events if one.time <= until), key=lambda one: one.time)
+        given = [one for one in self._events if one.time <= until]
         self._events, self._last = [one for one in self._events if one.time > until], {}
-        return tuple(given)
+        return tuple(sorted(given, key=lambda one: one.time))
 
 
 def ticked(

@@ -235,14 +235,19 @@ def _by_number(source: Source, count: int | None, start: float, stop: float | No
 
 
 def _all(source: Source, start: float, stop: float | None) -> Plan:
-    frames = itertools.takewhile(lambda one: stop is None or one[0] < stop - TIE, source.frames(start))
-    stream = ((time, time, frame) for time, frame in frames if time >= start - TIE)
+    def stream() -> Iterator[tuple[float, float, av.VideoFrame]]:
+        for time, frame in source.frames(start):
+            if stop is not None and time >= stop - TIE:
+                return
+            if time >= start - TIE:
+                yield time, time, frame
+
     whole = start <= 0 and stop is None
     end = source.duration if stop is None else stop if source.duration is None else min(stop, source.duration)
     if whole and source.count:
-        return Plan(stream, source.count, source.rate)
+        return Plan(stream(), source.count, source.rate)
     total = max(0, round((end - start) * source.rate)) if end is not None and source.rate else None
-    return Plan(stream, total, source.rate, end=end)
+    return Plan(stream(), total, source.rate, end=end)
 
 
 def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float | None = None) -> None:

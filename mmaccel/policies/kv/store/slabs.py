@@ -334,8 +334,9 @@ class Mark:
 
     def __init__(self, stream: torch.cuda.Stream | None = None, timed: bool = False) -> None:
         self.at = time.perf_counter()
-        self.event: Any = None if stream is None else _CUDA.Event(enable_timing=timed)
+        self.event: Any = None
         if stream is not None:
+            self.event = _CUDA.Event(enable_timing=timed)
             self.event.record(stream)
 
     def sync(self) -> None:

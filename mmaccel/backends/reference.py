@@ -27,14 +27,11 @@ from mmaccel.backends.ops.block_attend import (
     with_own_keys,
 )
 
+# Most scores held at a time: small enough for a processor's cache to matter, large enough to hide Python.
 BUDGET = 1 << 19
-"""Most scores held at a time: small enough for a processor's cache to matter, large enough to hide Python."""
-
-TILE = 4
-"""Neighbouring tasks that share what they all list."""
-
+TILE = 4  # neighbouring tasks that share what they all list
+# What is added to the score of a pair that is not seen: beside a seen one its weight is zero.
 UNSEEN = -1e30
-"""What is added to the score of a pair that is not seen: beside a seen one its weight is zero."""
 
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -38,23 +38,15 @@ BACKENDS = {
 }
 """Name to module; each has ``usable(device) -> str | None`` and ``op``, a custom operator of the flat schema."""
 
+# Order in which "auto" looks where nothing is measured, and in which it measures; fastest first.
 PREFERENCE = {"cuda": ("triton", "flash", "flex", "reference"), "cpu": ("reference", "flex")}
-"""Order in which "auto" looks where nothing is measured, and in which it measures; fastest first."""
-
-LIMIT = 10.0
-"""Seconds that measuring may take."""
-
+LIMIT = 10.0  # seconds that measuring may take
+# Seconds a backend takes to compile, about; one for which there is no time is not tried.
 STARTS = {"triton": 4.0, "flash": 6.0, "flex": 20.0}
-"""Seconds a backend takes to compile, about; one for which there is no time is not tried."""
-
-LENGTHS = (4096, 16384)
-"""Tokens of the two prompts that are timed."""
-
-BLOCK = 64
-"""Tokens of a block unless a pattern says otherwise."""
-
+LENGTHS = (4096, 16384)  # tokens of the two prompts that are timed
+BLOCK = 64  # tokens of a block unless a pattern says otherwise
+# Whose versions costs depend on.
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "mmaccel")
-"""Whose versions costs depend on."""
 
 Bench = Callable[[Callable[[], Any], torch.device], float]
 """Runs something as often as it wants and says how many seconds one run takes."""

@@ -16,11 +16,9 @@ from mmaccel.backends.ops.block_lists import packed
 
 TILE = 128
 
-MOST = 1 << 30
-"""Beyond any position of a query or key: what is compared is kept in 32 bits."""
-
+MOST = 1 << 30  # beyond any position of a query or key: what is compared is kept in 32 bits
+# A position that no query sees: of keys that are not there.
 NEVER = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
-"""A position that no query sees: of keys that are not there."""
 
 
 @dataclass(frozen=True)

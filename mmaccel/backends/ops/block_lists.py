@@ -12,11 +12,8 @@ from torch.nn.functional import pad
 from mmaccel.backends.ops.block_attend import ABSENT, FULL
 from mmaccel.backends.ops.operator import operator
 
-ENTRIES = 1 << 24
-"""Most entries of lists looked at at a time, where they are counted."""
-
-BEYOND = 1 << 60
-"""More than any place: wide places exceed 32 bits."""
+ENTRIES = 1 << 24  # most entries of lists looked at at a time, where they are counted
+BEYOND = 1 << 60  # more than any place: wide places exceed 32 bits
 
 FIELDS = (
     *("tiles", "to", "kind", "to_b", "to_h", "heads", "batch", "size"),
@@ -27,14 +24,9 @@ result of a kind; to_b, to_h, from_b, from_h: elements from a sequence, or a hea
 heads of `size` elements that follow each other. source: number of the tensor it comes from, -1 for none. more: what is added
 to each element; with of_row instead to the first of each five, and `shift` to the last."""
 
-KINDS = (torch.int32, torch.int64, torch.int8)
-"""The types of a result, or of a source, by number."""
-
-TILE = 4096
-"""Elements that a program moves."""
-
-ROW = 5
-"""Numbers of a list, in `BlockLists`."""
+KINDS = (torch.int32, torch.int64, torch.int8)  # the types of a result, or of a source, by number
+TILE = 4096  # elements that a program moves
+ROW = 5  # numbers of a list, in `BlockLists`
 
 
 def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,11 +20,9 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops.operator import operator, runs_triton, runs_triton_in_float32
 
+# Clusters of a layer that are compared with each other: 4 ** 13 pairs take a device some ten microseconds.
 MOST = 8192
-"""Clusters of a layer that are compared with each other: 4 ** 13 pairs take a device some ten microseconds."""
-
-APART = 1e30
-"""Above any score."""
+APART = 1e30  # above any score
 
 
 class Lists(NamedTuple):

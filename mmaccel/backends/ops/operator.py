@@ -125,11 +125,10 @@ def row_named(name: str) -> Architecture:
     if name in rows:
         return rows[name]
     if name.startswith("sm_"):
-        before = [
-            row for row in ARCHITECTURES if row.name.startswith("sm_") and _rank(row.name) < _rank(name)
-        ]
-        if before:
-            return replace(max(before, key=lambda row: _rank(row.name)), name=name, devices="", run=False)
+        nvidia = {int(one[3:]): row for one, row in rows.items() if one.startswith("sm_")}
+        last = max((number for number in nvidia if number < int(name[3:])), default=None)
+        if last is not None:
+            return replace(nvidia[last], name=name, devices="", run=False)
         why = "it needs compute capability 8.0"
     else:
         amd = ", ".join(row.name for row in ARCHITECTURES if row.name.startswith("gfx"))
@@ -168,10 +167,6 @@ def resources(device: torch.device) -> Resources:
         here.multi_processor_count,
         here.total_memory,
     )
-
-
-def _rank(name: str) -> int:
-    return int(name.removeprefix("sm_"))
 
 
 def constant(make: Callable[P, R]) -> Callable[P, R]:

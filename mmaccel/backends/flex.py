@@ -115,11 +115,13 @@ def block_mask(part: Part, block_q: int, block_k: int, lead: tuple[int, int]) ->
         tested = k_has[b, h, k] & ((flag == ABSENT) | inside)
         return (flag >= 0) & ((flag == FULL) | tested) & q_has[b, h, q]
 
-    listed: list[Tensor] = []
-    for chosen in (table > FULL, table == FULL):
-        listed += [chosen.sum(-1), (~chosen).to(torch.int8).argsort(dim=-1, stable=True)]
+    some, full = (
+        (t.sum(-1, dtype=torch.int32), (~t).to(torch.int8).argsort(dim=-1, stable=True).to(torch.int32))
+        for t in (table > FULL, table == FULL)
+    )
     mask: BlockMask = BlockMask.from_kv_blocks(
-        *(t.to(torch.int32) for t in listed),
+        *some,
+        *full,
         BLOCK_SIZE=(block_q, block_k),
         mask_mod=see,
         seq_lengths=(table.shape[2] * block_q, table.shape[3] * block_k),

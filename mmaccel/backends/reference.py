@@ -156,7 +156,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
             if bool(((blocks < 0) | (kinds != FULL)).any()):
                 seen = layout.seen(b_h, m, blocks, span, kinds).flatten(2)
             bias = None if layout.bias is None else layout.bias[b_h[:, None], blocks].flatten(1)
-            keys, values = both.split([D, both.shape[-1] - D], -1)
+            keys, values = both[..., :D], both[..., D:]
             found, norm = _attended(tiles[some].to(high), keys, values, seen, bias, group, scale)
             if not number and not first:
                 to[some], norms[some] = found, norm

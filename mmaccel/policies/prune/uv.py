@@ -74,7 +74,8 @@ class UVPrune(ScorePruner):
             layout.frame[0, at], return_inverse=True, return_counts=True
         )
         sums = gain.new_zeros(counts.numel()).index_add_(0, frame, gain)
-        return gain - (sums / counts).take(frame)
+        mean: Tensor = (sums / counts)[frame]
+        return gain - mean
 
 
 def _likeness(state: Tensor, at: Tensor, rows: Tensor) -> Tensor:

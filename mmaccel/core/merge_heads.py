@@ -178,12 +178,21 @@ class Piece(NamedTuple):
         """The end of its range, moved to begin at 0."""
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
 
-    @property
-    def keys(self) -> Any:
-        """What tells its keys from others: where they lie, or while a graph is traced, which tensors they are."""
+    def keys(self, known: list[Tensor]) -> Any:
+        """What tells its keys from others: where they lie, or while a graph is traced, which tensors they are; `known` are
+        those that were asked for before."""
         traced = torch.compiler.is_compiling()  # an address is not known there
         keys = [t for t in (self.span.k_row, self.span.k_pos, self.span.bias) if t is not None]
-        return tuple((id(t) if traced else t.data_ptr(), t.shape, t.stride()) for t in keys)
+        return tuple((_number(t, known) if traced else t.data_ptr(), t.shape, t.stride()) for t in keys)
+
+
+def _number(t: Tensor, known: list[Tensor]) -> int:
+    """Which of `known` a tensor is; one that is none of them is added. (torch 2.11 does not trace the `id` of a tensor.)"""
+    for number, one in enumerate(known):
+        if one is t:
+            return number
+    known.append(t)
+    return len(known) - 1
 
 
 def _part(
@@ -208,13 +217,15 @@ def _part(
     rows = max(some[-1] for some in begins)
     q_row = packer.add((batch, most, rows), -1, torch.int32, first)
     slots: dict[tuple[Any, ...], list[Piece]] = {}
+    owned: list[Tensor] = []
     for (heads, parts), some in zip(members, begins, strict=True):
         for part, begin in zip(parts, some, strict=False):
             packer.put(q_row, heads, part.q_row, begin)
             seen: dict[tuple[Any, ...], int] = {}
             for span in sorted(part.spans, key=lambda s: -s.k_row.shape[-1]):
                 piece = Piece(heads, begin, span)
-                kind = piece.hi, span.lists.index is None, span.bias is None, id(span.key), id(span.value)
+                own = (None if t is None else _number(t, owned) for t in (span.key, span.value))
+                kind = piece.hi, span.lists.index is None, span.bias is None, *own
                 number = seen[kind] = seen.get(kind, -1) + 1
                 slots.setdefault((*kind, number), []).append(piece)
     spans = [_span(packer, some, q_row, blocks) for some in slots.values()]
@@ -245,10 +256,11 @@ def _span(
     one, (batch, heads, rows), put = some[0].span, q_row.shape, packer.put
     alike = all(t is None or t.shape[1] == 1 for t in (one.k_row, one.k_pos, one.bias))
     begins: list[int] = []
+    seen: list[Tensor] = []
     known: dict[tuple[tuple[int, ...], Any], int] = {}
     ends: dict[tuple[int, ...], int] = {}
     for p in some:
-        name = p.heads, p.keys
+        name = p.heads, p.keys(seen)
         if name not in known:
             known[name] = ends.get(p.heads, 0)
             ends[p.heads] = known[name] + p.span.k_row.shape[-1]

@@ -74,7 +74,7 @@ class ClusterIndex(Index):
     @torch.no_grad()
     def digest(self, keep: int = 0) -> None:
         """Cluster what has arrived; the device is told later, unless it would be too far behind, or `keep` is 0."""
-        while len(self.tree.means.inbox) > keep:
+        while self.tree.means.waiting > keep:
             retrieved = self.tree.means.take()
             if retrieved is not None and self.tree.started:
                 for layer, owners in enumerate(self.tree.semantic.owner.gather(1, retrieved)):

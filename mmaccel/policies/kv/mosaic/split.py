@@ -162,8 +162,7 @@ class UnitMeans:
         self.all_keys = torch.zeros(0, layers, width, dtype=dtype)
         self._value = torch.zeros(0, layers, width, dtype=dtype)
         self._before: Tensor | None = None
-        self.inbox: deque[tuple[list[Tensor], torch.cuda.Event | None]] = deque()
-        """Passes that have arrived and are not taken in."""
+        self._inbox: deque[tuple[list[Tensor], torch.cuda.Event | None]] = deque()
         self.centre: tuple[Tensor, Tensor] | None = None
         """Of looks [E + 1] and of keys [L, d + 1]: the mean, and the last coordinate."""
         self._zero: Tensor | None = None
@@ -184,11 +183,16 @@ class UnitMeans:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             # The current device of the thread may be another.
             event.record(torch.cuda.current_stream(key.device))
-        self.inbox.append((sent, event))
+        self._inbox.append((sent, event))
+
+    @property
+    def waiting(self) -> int:
+        """Passes that have arrived and are not taken in."""
+        return len(self._inbox)
 
     def take(self) -> Tensor | None:
-        """Take in the first of the passes that are in the `inbox`; the units [L, k] that it retrieved, if any."""
-        (look, key, value, *rest), event = self.inbox.popleft()
+        """Take in the first of the passes that are `waiting`; the units [L, k] that it retrieved, if any."""
+        (look, key, value, *rest), event = self._inbox.popleft()
         if event is not None:
             event.synchronize()
         self.append(look, key, value)
@@ -208,7 +212,7 @@ class UnitMeans:
 
     def cut(self, units: int) -> None:
         """Forget all but the first `units` units, and those that wait."""
-        self.inbox.clear()
+        self._inbox.clear()
         self.units = min(self.units, units)
 
     @property

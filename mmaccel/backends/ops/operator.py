@@ -175,11 +175,12 @@ def constant(make: Callable[P, R]) -> Callable[P, R]:
     What it gives is a constant of a graph that torch.compile traces: behind `functools.cache` that traces the function
     itself, with a warning, and what asks a device, or sends it numbers, cannot be a part of a graph.
     """
-    kept = functools.lru_cache(256)(make)
+    kept: Any = functools.lru_cache(256)(make)
 
     @functools.wraps(make)
     def known(*args: P.args, **named: P.kwargs) -> R:
-        return kept(*args, **named)
+        made: R = kept(*args, **named)
+        return made
 
     vars(known).update(cache_clear=kept.cache_clear, _dynamo_marked_constant=True)
     return known

@@ -37,9 +37,9 @@ from timing import Log, Times, environment
 
 from mmaccel.backends import select
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.prefill.plan import AttentionPlan
+from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse import VerticalSlash
 
 FRAME = 196

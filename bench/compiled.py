@@ -24,11 +24,11 @@ import replayed
 from timing import Log, compare
 
 from mmaccel.backends import select
-from mmaccel.core.draft import judge, judge_tree
+from mmaccel.core.decoding.draft import judge, judge_tree
+from mmaccel.core.decoding.replay import captured
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.replay import captured
-from mmaccel.core.sparse import attend_plan
 from mmaccel.models import decode
 from mmaccel.policies.kv.mosaic.clusters import insert
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmaccel.core.worker import OWN, Message, Wire, Worker
+from mmaccel.core.decoding.worker import OWN, Message, Wire, Worker
 
 PEAK = OWN + 100
 """The message that asks for the most bytes on each device and starts counting anew, and its answer."""

@@ -24,8 +24,8 @@ from timing import Log, measure
 
 from mmaccel.cli import answer
 from mmaccel.core.attach import accelerate
-from mmaccel.core.draft import Prompt
-from mmaccel.core.worker import READY, Worker
+from mmaccel.core.decoding.draft import Prompt
+from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Parallel, _remote_drafter
 from mmaccel.policies.draft.parallel import Pipeline

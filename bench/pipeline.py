@@ -35,10 +35,10 @@ from timing import Log, measure
 
 from mmaccel.cli import answer
 from mmaccel.core.attach import accelerate
-from mmaccel.core.draft import DraftState
+from mmaccel.core.decoding.draft import DraftState
+from mmaccel.core.decoding.worker import Worker
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
-from mmaccel.core.worker import Worker
 from mmaccel.models import loading
 from mmaccel.policies.draft import Off, Parallel, Sequential, Tree
 from mmaccel.policies.prune import AttentionPrune, UVPrune

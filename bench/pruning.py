@@ -42,7 +42,7 @@ from timing import Log, read_rows, write_rows
 from mmaccel import load_model, load_processor
 from mmaccel.cli.answer import prompt
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.recipe import Recipe
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 from mmaccel_lab.eval.caption import caption_cases

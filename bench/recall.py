@@ -38,8 +38,8 @@ from stopping import ends_in_order
 from timing import Log, environment
 
 from mmaccel.backends import select
+from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.per_head import LayerHeads
 from mmaccel.search.measure import Bench, Inside, decided, frame_tokens, present, scored

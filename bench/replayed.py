@@ -27,9 +27,9 @@ from held import answering, counting
 
 from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.draft import DraftState, Prompt
-from mmaccel.core.generate import Speculation, lockstep
-from mmaccel.core.worker import READY, Wire, Worker
+from mmaccel.core.decoding.draft import DraftState, Prompt
+from mmaccel.core.decoding.generate import Speculation, lockstep
+from mmaccel.core.decoding.worker import READY, Wire, Worker
 from mmaccel.models import decode as decoding
 from mmaccel.models import drafting, runner, shapes
 from mmaccel.models import step as steps

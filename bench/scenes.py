@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.generate import Answer
-from mmaccel.core.kv import StreamPass
-from mmaccel.core.stream_runner import StreamRunner
+from mmaccel.core.decoding.generate import Answer
+from mmaccel.core.memory.kv import StreamPass
+from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import shapes
 from mmaccel.models.processor import Processor
 from mmaccel_lab.tiny.tokenizer import build_tokenizer

@@ -29,12 +29,12 @@ from mmaccel.backends import select
 from mmaccel.backends.ops.block_lists import reach
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.contract import memory as contract
-from mmaccel.core.draft import Proposal, accept, accept_tree
-from mmaccel.core.kv import Stream, StreamPass, StreamPolicy
+from mmaccel.core.decoding.draft import Proposal, accept, accept_tree
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
+from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy
+from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import write_whole
-from mmaccel.core.sparse import attend_plan
 
 LIMIT = 1.25
 BLOCKS, LEAST, MOST, SECONDS = 4, 3, 15, 0.7

@@ -19,7 +19,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.recipe import names as list_recipes
 from mmaccel.core.registry import KINDS, register, registry
 from mmaccel.core.report import Report
-from mmaccel.core.session import VideoSession
+from mmaccel.core.streams.session import VideoSession
 from mmaccel.models import load_processor
 from mmaccel.models.loading import check_recipe, load_model
 from mmaccel.models.shipped import NAMES as _SHIPPED

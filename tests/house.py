@@ -81,7 +81,7 @@ def imported(path: Path) -> tuple[str, ...]:
 
 
 def module_name(path: Path) -> str:
-    """`mmaccel.core.plan` for its file; a package's `__init__` has the package's name."""
+    """`mmaccel.core.prefill.plan` for its file; a package's `__init__` has the package's name."""
     root = LAB.parent if path.is_relative_to(LAB) else ROOT
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 

@@ -48,7 +48,7 @@ def test_a_way_starts_one_process_and_what_it_is_held_against_is_plain(
         reports.append(report)
         return ids, report
 
-    monkeypatch.setattr("mmaccel.core.worker.subprocess.Popen", Noted)
+    monkeypatch.setattr("mmaccel.core.decoding.worker.subprocess.Popen", Noted)
     monkeypatch.setattr(answer, "generate", noted)
     name = shipped("tiny-qwen")
     model = load_model(name, dtype=torch.float32)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import mmaccel
-from mmaccel.core import kv as core_kv
 from mmaccel.core.adapter import ModelAdapter, ModelView
-from mmaccel.core.draft import DraftState, Proposal
+from mmaccel.core.decoding.draft import DraftState, Proposal
+from mmaccel.core.memory import kv as core_kv
 from mmaccel.core.registry import BASES, DEFAULTS, registry
 from tests import house
 from tests.house import (

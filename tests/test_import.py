@@ -60,7 +60,7 @@ def test_the_oracle_runs_without_triton() -> None:
 import torch, mmaccel
 from mmaccel.backends import select
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.sparse import attend_plan
 layout = TokenLayout.text(1, 200)
 q, k = torch.randn(1, 2, 200, 16), torch.randn(1, 1, 200, 16)
 pattern = mmaccel.Recipe.load({"sparse": {"name": "a_shape", "sink": 16, "window": 32}}).sparse

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import Accelerated, accelerate, adapter_for, attached
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, FinishReason
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.generate import MAX_NEW_TOKENS, FinishReason
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 
@@ -31,7 +31,7 @@ class Answer:
     """What a model said, and what it took.
 
     `text` is without special tokens; `raw`, up to the end of the turn, has those that stand inside it; `report` is the
-    run's; `finish_reason` is "stop", "length" or "positions", as `core.generate.Answer` has it.
+    run's; `finish_reason` is "stop", "length" or "positions", as `core.decoding.generate.Answer` has it.
     """
 
     text: str

@@ -19,9 +19,9 @@ from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
 from mmaccel.cli.console import bars, columns, cut_short, many, number, out, print_json, size
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import RecipeError, VideoError, check_question
-from mmaccel.core.generate import MAX_NEW_TOKENS
-from mmaccel.core.prune import candidates, quota
+from mmaccel.core.prefill.prune import candidates, quota
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import counted, share
 

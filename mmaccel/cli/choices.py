@@ -19,7 +19,7 @@ from mmaccel.backends import select
 from mmaccel.cli.console import counter
 from mmaccel.core.attach import Accelerated, accelerate, family_of
 from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoWarning
-from mmaccel.core.kv import StreamPolicy
+from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, endings, fields_of, names, stream_policy
 from mmaccel.core.registry import registry
 from mmaccel.models import load_processor, loading

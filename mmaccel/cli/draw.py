@@ -15,13 +15,13 @@ from mmaccel.cli import choices
 from mmaccel.cli.choices import Fps, Model
 from mmaccel.cli.console import bars, many, say, steps
 from mmaccel.cli.search import Most, Texts, Videos, check_videos, sample
-from mmaccel.core import outside
+from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
-from mmaccel.core.generate import Evidence
+from mmaccel.core.files import outside
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.registry import registry
-from mmaccel.core.session import VideoSession
-from mmaccel.core.session_io import recipe_of
+from mmaccel.core.streams.session import VideoSession
+from mmaccel.core.streams.session_io import recipe_of
 from mmaccel.figure import figure, save
 from mmaccel.models.loading import outline
 from mmaccel.policies.sparse.per_head import read_table

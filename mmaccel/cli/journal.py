@@ -18,11 +18,11 @@ from types import NoneType
 
 from mmaccel.cli.console import many, remark, sentence
 from mmaccel.cli.program import shielded
-from mmaccel.core import outside
-from mmaccel.core.checkpoint_io import sync, write_private
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.session import VideoSession
-from mmaccel.core.session_io import FACTS
+from mmaccel.core.files import outside
+from mmaccel.core.files.checkpoint_io import sync, write_private
+from mmaccel.core.streams.session import VideoSession
+from mmaccel.core.streams.session_io import FACTS
 
 EVERY_S = 300.0
 """Seconds between two saves, unless saving takes more than a tenth of them."""

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from mmaccel.cli.console import cut_short, many, number, remark
-from mmaccel.core import outside
+from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
-from mmaccel.core.generate import Answer
+from mmaccel.core.files import outside
 
 INPUT = "-"
 """In the place of a question: those on standard input."""

@@ -18,10 +18,10 @@ from mmaccel.cli.console import bars, counter, many, out, print_json, remark, sa
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, point_of
 from mmaccel.cli.program import INTERRUPTED, shielded
 from mmaccel.cli.questions import INPUT, Asked, Typed, below, evidence_table, parsed, piped
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
-from mmaccel.core.generate import MAX_NEW_TOKENS
-from mmaccel.core.session import VideoSession
-from mmaccel.core.session_io import FACTS, recipe_of, writable
+from mmaccel.core.streams.session import VideoSession
+from mmaccel.core.streams.session_io import FACTS, recipe_of, writable
 
 if TYPE_CHECKING:
     from mmaccel.media import Video

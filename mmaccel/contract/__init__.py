@@ -7,11 +7,11 @@ from typing import Any
 from mmaccel.contract.draft import check_draft
 from mmaccel.contract.memory import check_memory
 from mmaccel.contract.prefill import check_pattern, check_pruner
-from mmaccel.core.draft import DraftStrategy
+from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import RecipeError, shown
-from mmaccel.core.kv import KVPolicy
-from mmaccel.core.prune import TokenPruner
-from mmaccel.core.sparse import SparsePattern
+from mmaccel.core.memory.kv import KVPolicy
+from mmaccel.core.prefill.prune import TokenPruner
+from mmaccel.core.prefill.sparse import SparsePattern
 
 __all__ = ["check_policy"]
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from mmaccel.contract.prefill import check_counters, promise
 from mmaccel.core.adapter import Branches, Geometry, ModelAdapter, ModelView, Runner
-from mmaccel.core.draft import DraftStrategy, Prompt
-from mmaccel.core.generate import speculate
-from mmaccel.core.kv import KVPolicy
+from mmaccel.core.decoding.draft import DraftStrategy, Prompt
+from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.report import Rounds
 
 Rule = Callable[[Sequence[int]], Tensor]

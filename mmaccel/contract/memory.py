@@ -15,7 +15,8 @@ from torch import Tensor
 from mmaccel.contract.prefill import check_counters, promise
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import (
+from mmaccel.core.layout import PositionIds
+from mmaccel.core.memory.kv import (
     FrameState,
     KVPolicy,
     KVState,
@@ -25,7 +26,6 @@ from mmaccel.core.kv import (
     StreamPolicy,
     StreamState,
 )
-from mmaccel.core.layout import PositionIds
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 3, 4, 2, 8, 6, 3
 GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=32, vocab=9)

@@ -1,7 +1,7 @@
 """What is promised of a prefill: by a sparse pattern of its plans, by a token pruner of the columns that it keeps.
 
 And what policies are tried on: prompts of mixed modalities, ragged frames, islands of one token.
-Letters as in `mmaccel.core.plan`: B batch, H query heads, P rows of a part, N keys of a span, M query blocks.
+Letters as in `mmaccel.core.prefill.plan`: B batch, H query heads, P rows of a part, N keys of a span, M query blocks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.plan import ABSENT, FULL, AttentionPlan, KeySpan, Part, check_sizes
-from mmaccel.core.prune import Signals, Stage, TokenPruner, checked_columns, checked_stages, observers, thin
-from mmaccel.core.sparse import SparsePattern
+from mmaccel.core.prefill.plan import ABSENT, FULL, AttentionPlan, KeySpan, Part, check_sizes
+from mmaccel.core.prefill.prune import (
+    Signals,
+    Stage,
+    TokenPruner,
+    checked_columns,
+    checked_stages,
+    observers,
+    thin,
+)
+from mmaccel.core.prefill.sparse import SparsePattern
 
 LENGTHS = (20, 60, 100, 150, 300, 600)
 DEPTH = 32

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core.adapter import ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
-from mmaccel.core.attention import AttentionConfig
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import KVState, StreamState
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
-from mmaccel.core.prune import checked_stages
+from mmaccel.core.memory.kv import KVState, StreamState
+from mmaccel.core.memory.thinned import ThinnedState
+from mmaccel.core.prefill.attention import AttentionConfig
+from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Report
-from mmaccel.core.thinned import ThinnedState
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()

@@ -31,7 +31,7 @@ class TokenLayout:
     position   rank of the token among the valid tokens of its sequence; causality is measured in it
     valid      bool, False on padding
     asked      bool, True on the words of the question, where they are known to stand elsewhere than after the last image or
-               video; all False: they stand there, or it is not known (`core.prune.question`)
+               video; all False: they stand there, or it is not known (`core.prefill.prune.question`)
 
     A token of an image that lies in no frame, a finer tile's, has a cell too: that of the picture that the tiles make.
     """

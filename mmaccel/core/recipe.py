@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 
 from mmaccel.backends import select
-from mmaccel.core import outside
-from mmaccel.core.draft import DraftStrategy
+from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, shown
-from mmaccel.core.kv import KVPolicy, StreamPolicy
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.files import outside
+from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
+from mmaccel.core.prefill.prune import TokenPruner
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import BASES, DEFAULTS, policy, registry
-from mmaccel.core.sparse import SparsePattern
 
 YAML_BYTES = 1 << 18
 """Most bytes of a recipe's file."""

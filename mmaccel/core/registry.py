@@ -198,7 +198,7 @@ def register(kind: str, name: str, *, compile: bool | None = None) -> Callable[[
     """Class decorator: put a class in the registry of `kind` and give it its public `name`.
 
     compile  of a sparse pattern, whether its `plan` may be compiled by inductor, as one graph, where that pays (on CUDA; see
-             `core.replay.Compiled`); None: as the class has it, for a pattern of your own yes
+             `core.decoding.replay.Compiled`); None: as the class has it, for a pattern of your own yes
 
     Raises `RecipeError` for a policy that is none of its kind, or no frozen dataclass, and for `compile` of another kind.
     """

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from mmaccel.core import errors, outside
+from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text
+from mmaccel.core.files import outside
 
 SECONDS = 5.0
 """Seconds that a template may run."""

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import attached
+from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVState
-from mmaccel.core.replay import Replays
-from mmaccel.core.thinned import ThinnedState
+from mmaccel.core.memory.kv import KVState
+from mmaccel.core.memory.thinned import ThinnedState
 from mmaccel.models import loading, step
 from mmaccel.models.install import PromptHook
 from mmaccel.models.step import LayerStep, Rows

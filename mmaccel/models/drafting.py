@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.draft import Prompt
+from mmaccel.core.decoding.draft import Prompt
+from mmaccel.core.decoding.generate import CarefulDraft, Ended, Speculation, lockstep
 from mmaccel.core.errors import DraftError, ModelError, warn
-from mmaccel.core.generate import CarefulDraft, Ended, Speculation, lockstep
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import columns, is_given

@@ -20,8 +20,8 @@ from mmaccel.backends.ops import layer_ops
 from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_of, unwrapped
 from mmaccel.core.attach import Accelerated, ModelFamily, StreamAdapter
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVState
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, Pace, TokenLayout
+from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import registry
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import normed, rotated

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.errors import DraftError, ModelError, warn
-from mmaccel.core.generate import Deadline, Ended
 from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache

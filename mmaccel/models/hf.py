@@ -22,10 +22,10 @@ from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.attention import NOTE, ForwardPass, Note
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import ModelError
-from mmaccel.core.generate import Deadline
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prefill.attention import NOTE, ForwardPass, Note
 from mmaccel.models.attention import (
     ATTENTION,
     Columns,

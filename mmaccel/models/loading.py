@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core import outside
 from mmaccel.core.adapter import ConfigOnlyModel, ModelView
 from mmaccel.core.attach import adapter_for, family_of, fitted
-from mmaccel.core.attention import ForwardPass
 from mmaccel.core.errors import ModelError, UnknownName, shown
+from mmaccel.core.files import outside
+from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped

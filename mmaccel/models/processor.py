@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmaccel.core import errors, outside
+from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text, warn
+from mmaccel.core.files import outside
 from mmaccel.core.registry import registry
 from mmaccel.media.preprocess import Pixels, as_frames, as_image
 from mmaccel.models.chat import Written, conversations, ids_of, image_rows, video_list, written

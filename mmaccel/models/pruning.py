@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attention import ForwardPass
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
-from mmaccel.core.thinned import ThinnedState
+from mmaccel.core.memory.thinned import ThinnedState
+from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.core.prefill.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.signals import VisionProbe, paid, tell_idle
 

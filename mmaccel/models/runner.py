@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import attached
-from mmaccel.core.attention import NOTE, Note
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TEXT, TokenLayout
-from mmaccel.core.prune import Probe
+from mmaccel.core.memory.kv import KVState
+from mmaccel.core.prefill.attention import NOTE, Note
+from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.registry import registry
 from mmaccel.models import decode
 from mmaccel.models.modules import in_parts

@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attention import ForwardPass
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TokenLayout
-from mmaccel.core.prune import PrefillPass, Probe, Signals, TokenPruner, checked_columns, observers, thin
-from mmaccel.core.thinned import ThinnedState
+from mmaccel.core.memory.thinned import ThinnedState
+from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.core.prefill.prune import (
+    PrefillPass,
+    Probe,
+    Signals,
+    TokenPruner,
+    checked_columns,
+    observers,
+    thin,
+)
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.modules import METHODS
 from mmaccel.models.prompt_layout import PIXELS, by_name

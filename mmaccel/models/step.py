@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from mmaccel.backends.ops import layer_ops
 from mmaccel.core.adapter import home_of
-from mmaccel.core.attention import ForwardPass
-from mmaccel.core.kv import CacheSlot, StreamState
-from mmaccel.core.replay import Replays
+from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.memory.kv import CacheSlot, StreamState
+from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.modules import normed
 
 DEVICES = ("cuda",)

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView, home_of
 from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
-from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.errors import ModelError, check_question
-from mmaccel.core.kv import StreamState
 from mmaccel.core.layout import PositionIds
+from mmaccel.core.memory.kv import StreamState
+from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
+from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.sparse import kernel_for
 from mmaccel.models import step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.install import Hooks, gate_of

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from mmaccel.backends import select
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.attach import accelerate, adapter_for
-from mmaccel.core.attention import NOTE, Note
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import MODALITIES, TokenLayout
-from mmaccel.core.plan import AttentionPlan
-from mmaccel.core.prune import PrefillPass, Probe
-from mmaccel.core.sparse import SparsePattern, attend_plan
+from mmaccel.core.prefill.attention import NOTE, Note
+from mmaccel.core.prefill.plan import AttentionPlan
+from mmaccel.core.prefill.prune import PrefillPass, Probe
+from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse.per_head import LayerHeads
 from mmaccel.search.space import Candidate, Slot, Tick, alone, built, composed, slots
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.core.plan import AttentionPlan, element_mask
+from mmaccel.core.prefill.plan import AttentionPlan, element_mask
 from mmaccel.core.registry import policy
 from mmaccel.figure import figure
 from mmaccel.search.measure import Inside, frame_tokens

@@ -24,8 +24,8 @@ from functools import partial
 from typing import Any
 
 from mmaccel.core.layout import MODALITIES
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import policy
-from mmaccel.core.sparse import SparsePattern
 
 KINDS = ("no_boundary", "k_boundary", "q_boundary", "boundary_2d")
 """The types of modality boundary, the simplest first."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmaccel.backends.flash import attend
 from mmaccel.backends.flash.tiles import Tiles
-from mmaccel.core.plan import AttentionPlan
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.plan import AttentionPlan
+from mmaccel.core.prefill.sparse import attend_plan
 
 from .oracle import budget, log_sum_exp, masked
 

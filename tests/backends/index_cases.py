@@ -16,7 +16,7 @@ from mmaccel.backends.triton.prefill import estimate
 from mmaccel.backends.triton.prefill import lines as kernels
 from mmaccel.backends.triton.prefill.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.sparse import SparsePattern
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.sparse import Grid
 from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, Score
 from mmaccel.policies.sparse.orders import LayerInputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range, span_from_table
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range, span_from_table
 
 TABLES = ("equal", "disjoint", "alternate", "shifted", "random", "none")
 

@@ -30,10 +30,10 @@ from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows,
 from mmaccel.backends.ops.lines import reduces
 from mmaccel.backends.triton.prefill import estimate, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
-from mmaccel.core.kv import grow_buffer
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.memory.kv import grow_buffer
+from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.sparse import attend_plan
 from mmaccel.policies.sparse.estimate import LastQueries
 
 from .compiled import as_on

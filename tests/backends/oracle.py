@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmaccel.core.plan import AttentionPlan, Part
+from mmaccel.core.prefill.plan import AttentionPlan, Part
 
 
 def masked(

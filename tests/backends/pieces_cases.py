@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.block_lists import FIELDS, assembled
 from mmaccel.backends.triton.prefill.lists import assembled as launched
-from mmaccel.core.merge_heads import Slice, TensorPacker
+from mmaccel.core.prefill.merge_heads import Slice, TensorPacker
 
 from .triton_cases import DEVICE
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_from_table
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, pad_rows, span_from_table
 from mmaccel.policies.sparse import AShape, Boundary2D, Grid, KBoundary, QBoundary, VerticalSlash
 from tests.policies.sparse.scenes import Scene, sequence
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import reference, select
-from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
+from mmaccel.core.prefill.sparse import attend_plan
 
 from .oracle import budget, log_sum_exp, masked
 from .plans import PATTERNS, pattern_plan, random_plan, with_extras

@@ -10,7 +10,7 @@ import torch
 
 from mmaccel.backends import select
 from mmaccel.backends.ops.dense_attend import dense_attend
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.sparse import attend_plan
 
 from .oracle import budget
 from .plans import PATTERNS, SCENE, pattern_plan

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmaccel.backends import flash, select
 from mmaccel.backends.flash import attend
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.plan import AttentionPlan
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.plan import AttentionPlan
+from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
 from mmaccel.policies.sparse.orders import IntraPattern
 from tests.policies.sparse.scenes import Scene

@@ -15,8 +15,8 @@ from mmaccel.backends.flash import attend, tiles
 from mmaccel.backends.flash.attend import block_attend
 from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import AttentionPlan
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.plan import AttentionPlan
+from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape
 from tests.policies.sparse.scenes import Scene
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmaccel.backends.flash import attend
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
 from mmaccel.policies.sparse import AShape
 
 from .flash_cases import check, recorded

@@ -16,7 +16,7 @@ from mmaccel.backends.ops import dense_attend
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL, TEST
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.plan import BlockLists, KeySpan, Part
+from mmaccel.core.prefill.plan import BlockLists, KeySpan, Part
 
 from .oracle import flat
 from .plans import PATTERNS, random_plan

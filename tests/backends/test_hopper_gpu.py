@@ -14,7 +14,7 @@ import torch
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.sparse import SparsePattern, attend_plan
+from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse import AShape, BlockTopK, Boundary2D, Grid, QBoundary, VerticalSlash
 from tests.policies.sparse.scenes import Scene, sequence
 

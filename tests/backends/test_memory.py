@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.reference import block_attend
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape, Grid
 
 S = 4096

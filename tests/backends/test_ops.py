@@ -7,7 +7,7 @@ import torch
 
 from mmaccel.backends import flex, reference
 from mmaccel.backends.ops.dense_attend import dense_attend
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.sparse import attend_plan
 
 from .oracle import flat
 from .plans import pattern_plan

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmaccel.backends.ops.block_lists import FIELDS, assembled
-from mmaccel.core.merge_heads import TensorPacker
+from mmaccel.core.prefill.merge_heads import TensorPacker
 
 from .test_triton import run
 

@@ -9,7 +9,7 @@ import torch
 
 from mmaccel.backends import triton as backend
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape
 from tests.policies.sparse.scenes import Scene, sequence
 

@@ -24,8 +24,8 @@ from mmaccel.backends.triton.prefill.attend import block_attend
 from mmaccel.backends.triton.prefill.kernel import WAVES, Work
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
-from mmaccel.core.sparse import attend_plan
+from mmaccel.core.prefill.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
+from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import PerHead
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import CASES, HEADS, plan_of, small

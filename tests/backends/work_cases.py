@@ -17,7 +17,7 @@ from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import kernel as working
 from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, Work
 from mmaccel.backends.triton.prefill.lists import paired, unsure
-from mmaccel.core.plan import FULL, AttentionPlan, Part, span_by_range
+from mmaccel.core.prefill.plan import FULL, AttentionPlan, Part, span_by_range
 
 from .oracle import flat
 from .triton_cases import DEVICE, draw

@@ -13,7 +13,7 @@ import mmaccel
 from mmaccel.cli.ask import ask
 from mmaccel.cli.console import cut_short
 from mmaccel.cli.watch import watch
-from mmaccel.core.generate import MAX_NEW_TOKENS
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 
 Call = Callable[..., tuple[int, str, str]]
 MARK = "cut off at 2 tokens (--max-new-tokens)"

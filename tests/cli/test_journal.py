@@ -14,8 +14,8 @@ import pytest
 from mmaccel import media
 from mmaccel.cli import main
 from mmaccel.cli.journal import Reading, journal_of, point_of
-from mmaccel.core import session_io
-from mmaccel.core.session import VideoSession
+from mmaccel.core.streams import session_io
+from mmaccel.core.streams.session import VideoSession
 from mmaccel.media import Video
 from tests.media.films import write_film
 from tests.media.odd import CASES

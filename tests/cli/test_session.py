@@ -19,8 +19,8 @@ from rich.console import Console
 
 from mmaccel.cli import watch as command
 from mmaccel.cli.questions import Typed, below, evidence_table, parsed
+from mmaccel.core.decoding.generate import Answer, Evidence
 from mmaccel.core.errors import MmaccelError, ModelError, VideoError
-from mmaccel.core.generate import Answer, Evidence
 from mmaccel.media import Video
 
 Call = Callable[..., tuple[int, str, str]]
@@ -300,7 +300,7 @@ CAP = "kv: {name: rekv, window: 16, frames: 8, host_bytes: 1000000}\n"
 def test_answers_given_are_not_lost_when_it_ends_early(
     call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
-    from mmaccel.core.session import VideoSession
+    from mmaccel.core.streams.session import VideoSession
 
     asked = ("how many ?@8", "what colour was the star ?@60", "what was first ?")
     (tmp_path / "cap.yaml").write_text(CAP if "cap" in stop else "kv: rekv\n")

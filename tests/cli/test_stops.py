@@ -234,7 +234,7 @@ def test_a_stop_before_the_command_runs_is_told(
 def test_sigterm_while_a_session_is_saved_waits_for_the_save(
     call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmaccel.core import session_io
+    from mmaccel.core.streams import session_io
 
     real = session_io.save
 
@@ -306,7 +306,7 @@ def test_a_watch_stopped_early_says_that_nothing_is_saved(
     code: int,
 ) -> None:
     from mmaccel.cli import choices
-    from mmaccel.core.session import VideoSession
+    from mmaccel.core.streams.session import VideoSession
 
     place = tmp_path / "s"
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25)
@@ -329,7 +329,7 @@ def test_a_watch_stopped_early_says_that_nothing_is_saved(
 def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
     call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int
 ) -> None:
-    from mmaccel.core import session_io
+    from mmaccel.core.streams import session_io
 
     inner, left = session_io.save, [saves]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmaccel.cli.draw import LANES, Truth, retrieved, runs, timeline
-from mmaccel.core.generate import Evidence
+from mmaccel.core.decoding.generate import Evidence
 from mmaccel_lab.world import World
 
 pytest.importorskip("matplotlib")

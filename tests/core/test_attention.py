@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mmaccel.backends import select
 from mmaccel.core.adapter import Branches
-from mmaccel.core.attention import MIN_ROWS, AttentionConfig, ForwardPass
-from mmaccel.core.kv import KVView
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.memory.kv import KVView
+from mmaccel.core.prefill.attention import MIN_ROWS, AttentionConfig, ForwardPass
 from mmaccel.core.recipe import Recipe
 
 HEADS, GROUPS, SIZE = 4, 2, 16

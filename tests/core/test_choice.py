@@ -8,8 +8,8 @@ import torch
 from mmaccel.backends import reference, select
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.select import Costs, Line
-from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 

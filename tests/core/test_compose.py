@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from mmaccel.core.errors import MmaccelWarning, RecipeError
-from mmaccel.core.kv import StreamPolicy, StreamState
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.memory.kv import StreamPolicy, StreamState
+from mmaccel.core.prefill.prune import TokenPruner
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.kv import Window
 
 

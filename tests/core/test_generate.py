@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.core import generate
-from mmaccel.core.draft import DraftState, Prompt, Proposal, accept
+from mmaccel.core.decoding import generate
+from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, accept
+from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.generate import speculate
 from tests.core.toy import (
     Meter,
     Rule,

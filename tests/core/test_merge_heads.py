@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmaccel.backends import reference
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.core.merge_heads import merge_plans
-from mmaccel.core.plan import (
+from mmaccel.core.prefill.merge_heads import merge_plans
+from mmaccel.core.prefill.plan import (
     AttentionPlan,
     BlockLists,
     HeadRun,
@@ -23,7 +23,7 @@ from mmaccel.core.plan import (
     span_by_range,
     span_from_table,
 )
-from mmaccel.core.sparse import attend_plan, launches
+from mmaccel.core.prefill.sparse import attend_plan, launches
 from mmaccel.policies.sparse import AShape, Grid
 from tests.policies.sparse.scenes import Scene, scenes, sequence
 

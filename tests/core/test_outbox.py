@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel.core.decoding.worker import Blob, Outbox
 from mmaccel.core.errors import DraftError
-from mmaccel.core.worker import Blob, Outbox
 
 FAR_S = 10.0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmaccel.backends import reference
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import (
+from mmaccel.core.prefill.plan import (
     ABSENT,
     FAR,
     FULL,
@@ -28,8 +28,8 @@ from mmaccel.core.plan import (
     span_by_range,
     span_from_table,
 )
+from mmaccel.core.prefill.sparse import attend_plan, launches, merge
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.sparse import attend_plan, launches, merge
 from tests.backends.oracle import log_sum_exp, masked
 from tests.backends.plans import random_plan
 

@@ -14,10 +14,10 @@ import yaml
 import mmaccel
 from mmaccel.core.errors import OWN, RecipeError, UnknownName
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.prune import Stage, TokenPruner
+from mmaccel.core.prefill.prune import Stage, TokenPruner
+from mmaccel.core.prefill.sparse import BLOCK, MOST, SparsePattern
 from mmaccel.core.recipe import Recipe, fields_of, names, presets
 from mmaccel.core.registry import Registry, registry
-from mmaccel.core.sparse import BLOCK, MOST, SparsePattern
 from mmaccel.policies.kv import Window
 from mmaccel.policies.sparse import AShape
 from mmaccel.policies.sparse.grid import MOST_STRIDE

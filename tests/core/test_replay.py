@@ -16,14 +16,14 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mmaccel
-from mmaccel.core import replay
-from mmaccel.core.attention import AttentionConfig
-from mmaccel.core.draft import judge
+from mmaccel.core.decoding import replay
+from mmaccel.core.decoding.draft import judge
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_range
+from mmaccel.core.prefill.attention import AttentionConfig
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, span_by_range
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import register, registry
-from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse import block_topk
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.orders import at_or_before, natural

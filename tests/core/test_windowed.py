@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mmaccel.backends import reference
-from mmaccel.core import attention
-from mmaccel.core.attention import AttentionConfig, ForwardPass
-from mmaccel.core.kv import KVView
+from mmaccel.core.memory.kv import KVView
+from mmaccel.core.prefill import attention
+from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
+from mmaccel.core.prefill.sparse import kernel_for, window_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.sparse import kernel_for, window_plan
 
 CPU = torch.device("cpu")
 SHAPES = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.contract.draft import Rule, ToyAdapter, ToyModel, ToyRunner, alone, bigram, prompt, view
-from mmaccel.core.draft import DraftState, Prompt, Proposal
+from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
 
 __all__ = ["Meter", "Rule", "Scripted", "ToyAdapter", "ToyModel", "ToyRunner", "Triples", "alone", "bigram"]
 __all__ += ["count_triples", "g_test", "prompt", "view"]

@@ -18,7 +18,7 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save_file
 
 import mmaccel
-from mmaccel.core import session_io
+from mmaccel.core.streams import session_io
 from tests.fuzz.trial import Case, damaged, try_apart, try_here
 from tests.fuzz.values import changed
 from tests.models.streams import QUESTION

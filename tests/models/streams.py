@@ -75,7 +75,7 @@ def every_stream(frames: int = 1 << 20, window: int = 1 << 20) -> dict[str, dict
     """Each registered memory of streams, by name, with budgets and windows of so many frames."""
     made = {}
     for name, cls in registry("kv").items():
-        if issubclass(cls, mmaccel.core.kv.StreamPolicy):
+        if issubclass(cls, mmaccel.core.memory.kv.StreamPolicy):
             fields: dict[str, Any] = {"name": name}
             for field, value in {"frames": frames, "window": window, "local": min(frames, window)}.items():
                 if field in cls.__dataclass_fields__:

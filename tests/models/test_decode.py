@@ -6,12 +6,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
 import mmaccel
-from mmaccel.core import replay
 from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.draft import Proposal
+from mmaccel.core.decoding import replay
+from mmaccel.core.decoding.draft import Proposal
+from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.errors import ModelError
-from mmaccel.core.generate import speculate
 from mmaccel.models import decode, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential, Tree
@@ -143,7 +143,7 @@ def test_trees_are_the_model_s_own(family):
 def test_room_grows(family, monkeypatch):
     """Steps past the end of the buffers: they are laid out anew, with what they held."""
     name, model = family
-    monkeypatch.setattr("mmaccel.core.kv.ROOM_MIN", 3)
+    monkeypatch.setattr("mmaccel.core.memory.kv.ROOM_MIN", 3)
     inputs = prompt(name, PROMPTS["text"])
     plain, static = adapter_for(model).runner(model), runner(model, rows=(1, 2))
     plain.prefill(inputs)

@@ -12,7 +12,7 @@ import mmaccel
 from mmaccel.cli.answer import prompt as story
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import VIDEO
-from mmaccel.core.prune import observers
+from mmaccel.core.prefill.prune import observers
 from mmaccel.policies.draft import PromptLookup, SparseToDense
 from mmaccel.policies.draft.prompt_lookup import _Finder
 from mmaccel.policies.draft.sparse_to_dense import _Memory

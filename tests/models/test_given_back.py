@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mmaccel
-from mmaccel.core.kv import KVState
+from mmaccel.core.memory.kv import KVState
 from mmaccel.models.attention import KVCache
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, prompt

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core import generate
+from mmaccel.core.decoding import generate
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.policies.draft import PromptLookup, Sequential
 

@@ -13,7 +13,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import TEXT
-from mmaccel.core.prune import observers, question
+from mmaccel.core.prefill.prune import observers, question
 from mmaccel.models.prompt_layout import question_columns
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import UVPrune

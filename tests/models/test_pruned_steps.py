@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.adapter import Branches
-from mmaccel.core.draft import Proposal
+from mmaccel.core.decoding.draft import Proposal
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Sequential

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from mmaccel.core import checkpoint_io, session_io
 from mmaccel.core.errors import ModelError
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.streams import session_io
 from tests.models.streams import FPS, film
 from tests.models.test_session_faults import begun
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core import checkpoint_io, recipe, session_io
+from mmaccel.core import recipe
 from mmaccel.core.errors import MmaccelError, MmaccelWarning, ModelError, StoreError
-from mmaccel.core.session import VideoSession
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.streams import session_io
+from mmaccel.core.streams.session import VideoSession
 from tests.models.streams import logits, open_session, pair
 from tests.models.test_session_faults import NAME, TIGHT, begun, unharmed
 

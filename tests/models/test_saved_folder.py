@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 import mmaccel
-from mmaccel.core import checkpoint_io, session_io
 from mmaccel.core.errors import MmaccelError, ModelError
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.streams import session_io
 from tests.models.streams import FPS, film, logits
 from tests.models.test_session_faults import begun
 

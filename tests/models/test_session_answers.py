@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core import generate
+from mmaccel.core.decoding import generate
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import MmaccelWarning, ModelError
-from mmaccel.core.generate import MAX_NEW_TOKENS
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=4, window=6)

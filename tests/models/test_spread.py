@@ -14,10 +14,10 @@ from transformers import DynamicCache
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.attention import ForwardPass
-from mmaccel.core.draft import Proposal
+from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models import decode, loading, shapes, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential

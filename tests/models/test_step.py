@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import DynamicCache
 
 import mmaccel
-from mmaccel.core import replay
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.decoding import replay
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
 from tests.core.test_replay import Repeated

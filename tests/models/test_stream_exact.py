@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.kv import StreamPolicy
+from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.registry import registry
 from tests.models.streams import (
     FPS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core import replay
+from mmaccel.core.decoding import replay
 from mmaccel.models import step
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.policies.kv.mosaic.test_replayed import Replayed
@@ -39,7 +39,7 @@ def opened(name: str, kv: Any) -> mmaccel.VideoSession:
     return session
 
 
-def rests(answer: mmaccel.core.generate.Answer) -> dict[tuple[int, int], float | None]:
+def rests(answer: mmaccel.core.decoding.generate.Answer) -> dict[tuple[int, int], float | None]:
     """What part of what reached an answer came from each moment that a layer looked at."""
     return {one.frames: one.score for one in answer.evidence if one.share}
 

@@ -9,7 +9,7 @@ import torch
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.generate import Deadline
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.policies.kv.mosaic import ClusterIndex
 from mmaccel.policies.kv.mosaic.split import UnitMeans
 from tests.models.streams import FPS, film, open_session, pair

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core import attention
+from mmaccel.core.prefill import attention
 from tests.models.streams import FPS, QUESTION, film, logits, open_session
 
 BASE = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "index": {"name": "clusters", "init": 8}}

@@ -11,7 +11,7 @@ import torch
 import transformers as T
 
 import mmaccel
-from mmaccel.core.draft import Proposal
+from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelError, ModelError
 from mmaccel.models import loading, step
 from mmaccel.models.family import causal

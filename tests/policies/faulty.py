@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TEXT, TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_range, span_from_table
-from mmaccel.core.prune import Stage, TokenPruner, candidates, staying
-from mmaccel.core.sparse import SparsePattern
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, span_by_range, span_from_table
+from mmaccel.core.prefill.prune import Stage, TokenPruner, candidates, staying
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.sparse.orders import at_or_before, natural
 
 

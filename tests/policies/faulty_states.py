@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from mmaccel.core.draft import DraftState, DraftStrategy, Proposal
-from mmaccel.core.kv import StreamPass
+from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
+from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.draft.prompt_lookup import PromptLookup
 from mmaccel.policies.kv import StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.full import Full

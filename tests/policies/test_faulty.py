@@ -13,8 +13,8 @@ import torch
 import mmaccel
 from mmaccel import check_policy
 from mmaccel.core.errors import MmaccelWarning, RecipeError
-from mmaccel.core.kv import KVPolicy
-from mmaccel.core.sparse import SparsePattern
+from mmaccel.core.memory.kv import KVPolicy
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.sparse import PerHead
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.faulty import PRUNE, SPARSE, Half, Pooled, Sound

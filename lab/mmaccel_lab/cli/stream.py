@@ -11,8 +11,8 @@ import typer
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, out, print_json
-from mmaccel.core import outside
 from mmaccel.core.errors import RecipeError, WorldError, shown
+from mmaccel.core.files import outside
 from mmaccel.core.recipe import fields_of
 from mmaccel_lab.cli.arguments import Seed, kinds_of, lengths_of, tell_stop
 

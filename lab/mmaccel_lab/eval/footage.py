@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import StreamAdapter, adapter_for
-from mmaccel.core.kv import StreamPolicy
-from mmaccel.core.session import VideoSession
+from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.streams.session import VideoSession
 from mmaccel_lab.world import World, render
 
 PIECE = 64

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import accelerate, adapter_for
-from mmaccel.core.attention import NOTE, Note
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import TokenPruner, candidates
+from mmaccel.core.prefill.attention import NOTE, Note
+from mmaccel.core.prefill.prune import TokenPruner, candidates
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.models.install import Hooks

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import ScorePruner, TokenPruner, alike, candidates, quota
+from mmaccel.core.prefill.prune import ScorePruner, TokenPruner, alike, candidates, quota
 from mmaccel.core.report import Report
 from mmaccel.policies.prune import VisionZip
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.generate import Answer
-from mmaccel.core.kv import StreamPolicy
+from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.registry import policy, registry
 from mmaccel_lab.eval.cases import tokens_per_frame
 from mmaccel_lab.eval.footage import Footage, Viewing

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Warp, draw
+from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Warp, draw
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy, with_base_dir
 
 PADDING = 1024

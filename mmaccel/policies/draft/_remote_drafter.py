@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import Runner
-from mmaccel.core.draft import UNIT_SLACK, Warp
+from mmaccel.core.decoding.draft import UNIT_SLACK, Warp
+from mmaccel.core.decoding.worker import OWN, READY, Blob, Message, Wire, Worker, beating, inbox
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.registry import registry
-from mmaccel.core.worker import OWN, READY, Blob, Message, Wire, Worker, beating, inbox
 from mmaccel.policies.draft._draft_model import SUPPORT, DraftDecoder, DraftedTokens, TokenDistribution
 
 BEGIN, KEEP, WRITE, WROTE, END, GREEDY = range(OWN, OWN + 6)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.prefill.prune import TokenPruner
 
 TOKENS_KNOWN, ASSUMED = 4.0, 0.8
 """The share that is assumed to be kept before anything was judged, and how many judged tokens it weighs."""

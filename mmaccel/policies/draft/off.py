@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.registry import register
 
 

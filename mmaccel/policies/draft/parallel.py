@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.draft import DraftState, Prompt, Proposal
+from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
+from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.core.errors import DraftError, RecipeError, check_choice, check_least
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import register
-from mmaccel.core.worker import READY, Worker
 from mmaccel.policies.draft._draft_model import (
     Local,
     PeerStrategy,

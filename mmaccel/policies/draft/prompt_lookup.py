@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import check_least
 from mmaccel.core.registry import register
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.draft import DraftState, Prompt, Proposal, draw, resize
+from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, draw, resize
 from mmaccel.core.errors import check_least
 from mmaccel.core.registry import register
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy

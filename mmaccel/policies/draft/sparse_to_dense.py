@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, check_least, shown
-from mmaccel.core.kv import KVState, KVView
 from mmaccel.core.layout import VIDEO
-from mmaccel.core.prune import PrefillPass, Probe, best, observers, quota
+from mmaccel.core.memory.kv import KVState, KVView
+from mmaccel.core.prefill.prune import PrefillPass, Probe, best, observers, quota
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import FullState
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.draft import DraftState
+from mmaccel.core.decoding.draft import DraftState
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT
 from mmaccel.core.registry import register

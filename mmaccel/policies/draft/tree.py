@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, ModelView
-from mmaccel.core.draft import DraftState, Proposal
+from mmaccel.core.decoding.draft import DraftState, Proposal
 from mmaccel.core.errors import RecipeError, check_choice, check_least
 from mmaccel.core.registry import register
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy

@@ -15,7 +15,7 @@ import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown, warn
-from mmaccel.core.kv import Stream, StreamPolicy, StreamState
+from mmaccel.core.memory.kv import Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.core.registry import with_base_dir
 from mmaccel.policies.kv._index import IndexPolicy

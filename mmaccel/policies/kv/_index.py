@@ -18,8 +18,8 @@ from torch import Tensor
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import check_choice
-from mmaccel.core.kv import Stream, grow_buffer
 from mmaccel.core.layout import PositionIds
+from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store.slabs import on_device

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.kv import Stream, StreamPass
-from mmaccel.core.replay import Replays
+from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.memory.kv import Stream, StreamPass
 from mmaccel.policies.kv._index import Found, Index, closed_up, summary_positions, unit_positions
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv._window import Angles, Asked, Bases, Look, Pair, words_of

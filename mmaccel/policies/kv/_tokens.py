@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, check_choice, check_least
-from mmaccel.core.kv import MARGIN, KVView, Stream, StreamPass, StreamPolicy, grow_buffer
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import MARGIN, KVView, Stream, StreamPass, StreamPolicy, grow_buffer
 from mmaccel.policies.kv._window import Asked, Look, Pair, attention, mean_query
 from mmaccel.policies.kv._windowed import StreamMemory
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, check_choice, check_least
-from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.layout import PositionIds
+from mmaccel.core.memory.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [1, G, n, D]."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, grow_buffer
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, grow_buffer
 from mmaccel.policies.kv._window import Asked, Bases, Look, Pair, PassState, Ring, Rows, mean_query, weigh
 
 

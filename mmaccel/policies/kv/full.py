@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVState, KVView, Seen, Stream, StreamPolicy, StreamState, grow_buffer
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import KVState, KVView, Seen, Stream, StreamPolicy, StreamState, grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import Pair, PassState
 

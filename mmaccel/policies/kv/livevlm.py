@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError, check_least
-from mmaccel.core.kv import KVView, Stream, StreamPass, StreamState
+from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, check_least
-from mmaccel.core.kv import FrameState, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import FrameState, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import Full
 

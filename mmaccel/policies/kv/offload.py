@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.kv import Stream, StreamPass, StreamState, grow_buffer
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import Stream, StreamPass, StreamState, grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import HostPolicy
 from mmaccel.policies.kv._window import Pair

@@ -9,7 +9,7 @@ import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import check_least
-from mmaccel.core.kv import Stream, StreamState
+from mmaccel.core.memory.kv import Stream, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import WindowedPolicy
 from mmaccel.policies.kv._windowed import StreamMemory

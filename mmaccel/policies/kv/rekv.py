@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
-from mmaccel.core import checkpoint_io
-from mmaccel.core.kv import grow_buffer
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
 from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import KVView, Stream, StreamPass, StreamState
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, check_least
-from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
+from mmaccel.core.memory.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.full import LayeredState

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import QuotaPruner, Signals, Stage, check_share, others, spread
+from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, check_share, others, spread
 from mmaccel.core.registry import register
 
 

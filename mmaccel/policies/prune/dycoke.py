@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.prune import Signals, Stage, TokenPruner, best, check_share, frames, quota, staying
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, best, check_share, frames, quota, staying
 from mmaccel.core.registry import register
 
 

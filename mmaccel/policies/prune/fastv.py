@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import ScorePruner, Signals, Stage
+from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage
 from mmaccel.core.registry import register
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, check_least, shown
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import (
+from mmaccel.core.prefill.prune import (
     Kept,
     Signals,
     Stage,

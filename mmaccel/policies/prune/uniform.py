@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import QuotaPruner, Signals, Stage, spread
+from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, spread
 from mmaccel.core.registry import register
 
 

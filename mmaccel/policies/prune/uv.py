@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import ScorePruner, Signals, Stage, question
+from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage, question
 from mmaccel.core.registry import register
 
 

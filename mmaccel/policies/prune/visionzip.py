@@ -11,7 +11,17 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import Kept, Signals, Stage, TokenPruner, alike, check_share, quota, spread, staying
+from mmaccel.core.prefill.prune import (
+    Kept,
+    Signals,
+    Stage,
+    TokenPruner,
+    alike,
+    check_share,
+    quota,
+    spread,
+    staying,
+)
 from mmaccel.core.registry import register
 
 

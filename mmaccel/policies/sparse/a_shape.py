@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmaccel.core.errors import check_least
-from mmaccel.core.plan import FAR, KeySpan, Part
+from mmaccel.core.prefill.plan import FAR, KeySpan, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
 

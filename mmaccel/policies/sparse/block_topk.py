@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.errors import RecipeError, check_choice, check_least
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, span_by_range, span_from_table
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range, span_from_table
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import register
-from mmaccel.core.replay import Compiled
-from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.orders import LayerInputs, Region, whole_blocks
 
 ROOM = 1 << 28

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
-from mmaccel.core.plan import KeySpan, Part
+from mmaccel.core.prefill.plan import KeySpan, Part
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import policy, register, registry
-from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.orders import IntraPattern, LayerInputs, RegionPattern, seen_share, whole_blocks
 
 Inner = SparsePattern | Mapping[str, Any] | str | None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.lines import turned_classes
 from mmaccel.core.errors import RecipeError, check_choice, check_least
-from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
+from mmaccel.core.prefill.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
 from mmaccel.policies.sparse.estimate import Score

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, HeadRun, KeySpan, Part, remember, span_by_range
-from mmaccel.core.sparse import SparsePattern
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, KeySpan, Part, remember, span_by_range
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout
 
 T = TypeVar("T")

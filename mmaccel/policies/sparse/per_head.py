@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from mmaccel.core import outside
 from mmaccel.core.errors import RecipeError, shown, warn
+from mmaccel.core.files import outside
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.merge_heads import Share, merge_plans
-from mmaccel.core.plan import AttentionPlan, head_runs
+from mmaccel.core.prefill.merge_heads import Share, merge_plans
+from mmaccel.core.prefill.plan import AttentionPlan, head_runs
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import policy, register, with_base_dir
-from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.dense import Dense
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
 from mmaccel.core.layout import TEXT
-from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_by_range
+from mmaccel.core.prefill.plan import FAR, KeySpan, Part, pad_rows, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmaccel.core.plan import Part, span_by_range
+from mmaccel.core.prefill.plan import Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import Region, spanned_blocks, whole_blocks
 from mmaccel.policies.sparse.sf_fixed import SegmentedPattern, Segments, fitting

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mmaccel.core.errors import check_least
-from mmaccel.core.plan import FAR, Part
+from mmaccel.core.prefill.plan import FAR, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import AShape
 from mmaccel.policies.sparse.orders import Region, whole_blocks

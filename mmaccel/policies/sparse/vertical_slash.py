@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.lines import line_keys, slash_runs, strongest
 from mmaccel.core.errors import check_choice, check_least
-from mmaccel.core.plan import FAR, BlockLists, KeySpan, Part, span_by_range
+from mmaccel.core.prefill.plan import FAR, BlockLists, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
 

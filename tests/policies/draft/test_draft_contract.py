@@ -10,7 +10,7 @@ import torch
 
 import mmaccel.policies.draft  # noqa: F401 - fills the registry
 from mmaccel import check_policy
-from mmaccel.core.draft import DraftStrategy
+from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
 from tests.core.toy import ToyModel, bigram

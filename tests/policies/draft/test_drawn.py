@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.worker import READY, Worker
 from mmaccel.policies.draft import _remote_drafter, parallel
 from mmaccel.policies.draft._draft_model import DraftDecoder, DraftedTokens, TokenDistribution
 from mmaccel.policies.draft.sequential import Drafter, Sequential

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmaccel.core.generate import speculate
+from mmaccel.core.decoding.generate import speculate
 from mmaccel.policies.draft import Off
 from tests.core.toy import Meter, ToyRunner, alone, bigram, prompt, view
 

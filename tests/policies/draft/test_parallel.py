@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.core import generate
-from mmaccel.core.draft import Proposal, accept
+from mmaccel.core.decoding import generate
+from mmaccel.core.decoding.draft import Proposal, accept
+from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
-from mmaccel.core.generate import speculate
 from mmaccel.policies.draft import _draft_model, parallel
 from mmaccel.policies.draft._draft_model import DraftDecoder, DraftedTokens
 from mmaccel.policies.draft._window_model import Pace, best_window, tokens_per_round

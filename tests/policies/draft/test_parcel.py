@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel.core.decoding.worker import Blob, Message
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.worker import Blob, Message
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._remote_drafter import ALIGN, SMALL, pack, unpack
 from tests.policies.draft.toy_service import VOCAB

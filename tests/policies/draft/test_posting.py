@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mmaccel.core.decoding.worker import OWN, READY, Blob, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
-from mmaccel.core.worker import OWN, READY, Blob, Worker
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._remote_drafter import SLAB, packing, unpack
 from tests.core.test_generate import limit

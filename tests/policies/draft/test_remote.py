@@ -20,13 +20,13 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from mmaccel.core import worker as worker_module
 from mmaccel.core.adapter import ModelView
+from mmaccel.core.decoding import worker as worker_module
+from mmaccel.core.decoding.generate import Speculation, lockstep, speculate
+from mmaccel.core.decoding.worker import OWN, READY, Wire, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
-from mmaccel.core.generate import Speculation, lockstep, speculate
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import registry
-from mmaccel.core.worker import OWN, READY, Wire, Worker
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._draft_model import DraftDecoder
 from mmaccel.policies.draft._remote_drafter import pack
@@ -279,7 +279,7 @@ def test_a_draft_of_another_vocabulary_is_refused_before_anything_runs(target: M
 
 
 def test_a_service_that_is_not_there_is_told() -> None:
-    worker = Worker("mmaccel.core.worker:nothing", {})
+    worker = Worker("mmaccel.core.decoding.worker:nothing", {})
     with pytest.raises(DraftError, match="nothing"):
         worker.wait(1, 60)
     assert worker.process.poll() is not None
@@ -361,7 +361,7 @@ def test_a_fork_of_the_parent_does_not_end_its_process(monkeypatch: pytest.Monke
 def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     """The parent is killed while its worker is at work."""
     code = (
-        "import sys, time; from mmaccel.core.worker import Worker, READY\n"
+        "import sys, time; from mmaccel.core.decoding.worker import Worker, READY\n"
         f"w = Worker({SERVICE!r}, {{'model': '1'}}); w.wait(READY, 60)\n"
         "print(w.process.pid, flush=True); time.sleep(600)"
     )

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mmaccel.core.draft import Prompt
+from mmaccel.core.decoding.draft import Prompt
+from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.errors import DraftError, ModelError, RecipeError
-from mmaccel.core.generate import speculate
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.draft._draft_model import check_vocabulary

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.worker import _HEAD, _MAGIC, BEAT, READY, Wire
+from mmaccel.core.decoding.worker import _HEAD, _MAGIC, BEAT, READY, Wire
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._draft_model import DraftDecoder, DraftedTokens, TokenDistribution
 from tests.core.toy import ToyRunner, bigram

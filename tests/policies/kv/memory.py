@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from mmaccel.contract.memory import CPU, GEOMETRY, GROUPS, LAYERS, SIZE, written
-from mmaccel.core.kv import KVPolicy, KVState, KVView
+from mmaccel.core.memory.kv import KVPolicy, KVState, KVView
 
 __all__ = ["CPU", "GEOMETRY", "GROUPS", "LAYERS", "SIZE", "open_state", "read", "seen", "visible", "written"]
 

@@ -11,7 +11,7 @@ import mmaccel.policies.kv  # noqa: F401 - fills the registry
 from mmaccel import check_policy
 from mmaccel.contract.memory import step
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import KVPolicy
+from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.registry import registry
 from tests.policies.kv.memory import open_state, written
 

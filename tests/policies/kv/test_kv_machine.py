@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVPolicy
+from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.policies.kv import Full, Window
 from tests.policies.kv.memory import LAYERS, open_state, seen, visible, written
 

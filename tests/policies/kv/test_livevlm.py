@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import StreamPass
+from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.kv import LiveVLM
 from mmaccel.policies.kv._tokens import TokenMemory, attended
 from mmaccel.policies.kv.livevlm import spread

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core import attention
-from mmaccel.core.kv import StreamPass
-from mmaccel.core.replay import Replays
+from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.memory.kv import StreamPass
+from mmaccel.core.prefill import attention
 from mmaccel.policies.kv import ReKV
 from mmaccel.policies.kv._window import Rope
 from tests.policies.kv.mosaic.driven import CPU, GEOMETRY, HEAD, LAYERS, WHEEL, Driven

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import StreamPass
+from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.kv import StreamMem
 from mmaccel.policies.kv._tokens import TokenMemory
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import KVState
+from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import registry
 from mmaccel.policies.kv import Window
 from tests.policies.kv.memory import open_state, read, seen, visible, written

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.contract.memory import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel, draw
-from mmaccel.core.kv import KVView, Stream, StreamPass, StreamPolicy
 from mmaccel.core.layout import PositionIds
+from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamPolicy
 from mmaccel.policies.kv._tokens import TokenMemory
 
 CPU = torch.device("cpu")

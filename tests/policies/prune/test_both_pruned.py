@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import mmaccel
-from mmaccel.core.attention import NOTE, Note
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.prune import TokenPruner, candidates, quota, thin
+from mmaccel.core.prefill.attention import NOTE, Note
+from mmaccel.core.prefill.prune import TokenPruner, candidates, quota, thin
 from mmaccel.core.registry import registry
 from mmaccel.models.signals import Ear, Listener
 from mmaccel.policies.prune import AttentionPrune, FastV, PyramidDrop, SparseVLM, UVPrune, VisionZip

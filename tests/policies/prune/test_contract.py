@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mmaccel import Recipe, check_policy
 from mmaccel.contract.prefill import DEPTH, check_cuts, signals_for
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.prune import TokenPruner, best, checked_stages, quota, spread
+from mmaccel.core.prefill.prune import TokenPruner, best, checked_stages, quota, spread
 from mmaccel.core.recipe import policy
 from mmaccel.core.registry import registry
 from tests.policies.prune.layouts import frames_of, layout_of, layouts, visual

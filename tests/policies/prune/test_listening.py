@@ -14,10 +14,10 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.attention import NOTE, Note
-from mmaccel.core.draft import DraftStrategy
+from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.prune import PrefillPass, Probe, TokenPruner
+from mmaccel.core.prefill.attention import NOTE, Note
+from mmaccel.core.prefill.prune import PrefillPass, Probe, TokenPruner
 from mmaccel.core.report import Meter, SequenceMeter
 from mmaccel.models.install import Hooks
 from mmaccel.models.signals import Listener, hear, paid

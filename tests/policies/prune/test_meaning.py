@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.contract.prefill import signals_for
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import Stage, thin
+from mmaccel.core.prefill.prune import Stage, thin
 from mmaccel.models.signals import received
 from mmaccel.policies.prune import (
     AttentionPrune,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import mmaccel
-from mmaccel.core.attention import NOTE, Note
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import PrefillPass, Probe, candidates
+from mmaccel.core.prefill.attention import NOTE, Note
+from mmaccel.core.prefill.prune import PrefillPass, Probe, candidates
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand

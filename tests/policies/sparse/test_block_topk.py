@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import BlockTopK, block_topk
 

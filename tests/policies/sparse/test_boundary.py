@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel.backends import reference
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO
+from mmaccel.core.prefill.sparse import attend_plan, launches
 from mmaccel.core.registry import registry
-from mmaccel.core.sparse import attend_plan, launches
 from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, KBoundary, QBoundary, VerticalSlash
 from mmaccel.policies.sparse.orders import IntraPattern
 from tests.backends.oracle import masked

@@ -16,9 +16,9 @@ from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.contract.prefill import check_plan
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.prefill.plan import AttentionPlan
+from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.core.registry import registry
-from mmaccel.core.sparse import SparsePattern, attend_plan
 
 from .scenes import Scene, Token, scenes, sequence
 

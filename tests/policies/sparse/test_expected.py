@@ -9,8 +9,8 @@ import torch
 
 from mmaccel.backends import reference, select
 from mmaccel.backends.select import Costs, Line
-from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.policies.sparse import VerticalSlash
 

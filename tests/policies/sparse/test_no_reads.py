@@ -16,9 +16,9 @@ from mmaccel.backends.ops import operator
 from mmaccel.backends.ops.block_attend import empty_output, remember
 from mmaccel.backends.ops.lines import reduces
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.merge_heads import merge_plans
+from mmaccel.core.prefill.merge_heads import merge_plans
+from mmaccel.core.prefill.sparse import attend_plan, launches
 from mmaccel.core.registry import registry
-from mmaccel.core.sparse import attend_plan, launches
 from mmaccel.policies.sparse.estimate import LastQueries
 
 from .scenes import Scene, sequence

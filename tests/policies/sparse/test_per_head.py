@@ -17,7 +17,7 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import AttentionPlan, Part
+from mmaccel.core.prefill.plan import AttentionPlan, Part
 from mmaccel.core.recipe import Recipe
 from mmaccel.policies.sparse import AShape, PerHead, VerticalSlash
 from mmaccel.policies.sparse.orders import IntraPattern, Region

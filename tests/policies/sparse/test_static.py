@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mmaccel.backends import reference
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
+from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.registry import registry
-from mmaccel.core.sparse import attend_plan
 from mmaccel.policies.sparse import SFFixed, SFStrided, TriShape
 
 from ...backends.oracle import masked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.core.plan import AttentionPlan, Part, pad_rows, span_from_table
+from mmaccel.core.prefill.plan import AttentionPlan, Part, pad_rows, span_from_table
 
 from . import masks
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.core.kv import grow_buffer
+from mmaccel.core.memory.kv import grow_buffer
 
 ROWS = ("centroid", "variance", "size", "members", "parent", "home", "lazy", "limit")
 FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core import checkpoint_io
 from mmaccel.core.errors import ModelError
+from mmaccel.core.files import checkpoint_io
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, Matching, insert, merge, one_thread
 from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, refine
 

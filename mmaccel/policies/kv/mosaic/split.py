@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.clusters import gather_units
-from mmaccel.core.kv import grow_buffer
+from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, pooled, summary
 from mmaccel.policies.kv.store.slabs import in_units

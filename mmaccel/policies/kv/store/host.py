@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.clusters import gather_units, grain_of
-from mmaccel.core import checkpoint_io, outside
 from mmaccel.core.errors import ModelError, StoreError, shown
+from mmaccel.core.files import checkpoint_io, outside
 from mmaccel.policies.kv.store.slabs import (
     SLAB_BYTES,
     Lanes,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mmaccel.contract.memory import Wheel
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.kv import KVView, Stream, StreamPass
 from mmaccel.core.layout import PositionIds
+from mmaccel.core.memory.kv import KVView, Stream, StreamPass
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
 from tests.policies.kv.mosaic.scenes import runs

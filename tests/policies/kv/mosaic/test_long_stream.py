@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mmaccel
-from mmaccel.core.session import VideoSession
+from mmaccel.core.streams.session import VideoSession
 from mmaccel_lab.world import World, render
 
 FRAMES, WINDOW = 500, 24

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core import replay
+from mmaccel.core.decoding import replay
 from tests.core.test_replay import Repeated
 from tests.policies.kv.mosaic.driven import Driven
 

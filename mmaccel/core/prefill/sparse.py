@@ -17,8 +17,17 @@ from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.merge_heads import adjacent, joined
-from mmaccel.core.plan import FAR, AttentionPlan, HeadRun, Part, head_runs, numbered, pad_rows, span_by_range
+from mmaccel.core.prefill.merge_heads import adjacent, joined
+from mmaccel.core.prefill.plan import (
+    FAR,
+    AttentionPlan,
+    HeadRun,
+    Part,
+    head_runs,
+    numbered,
+    pad_rows,
+    span_by_range,
+)
 from mmaccel.core.registry import Policy
 
 BLOCK = 256

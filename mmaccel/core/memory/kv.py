@@ -115,7 +115,7 @@ class KVState(ABC):
         return 0
 
     def save(self, path: str | Path) -> None:
-        """Write the state into the folder `path`, which exists (`mmaccel.core.checkpoint_io`); raises OSError."""
+        """Write the state into the folder `path`, which exists (`mmaccel.core.files.checkpoint_io`); raises OSError."""
         raise ModelError(f"{type(self).__name__} cannot be saved; choose another kv policy.")
 
     def load(self, path: str | Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Runner
-from mmaccel.core.draft import DraftState, Prompt, Proposal, accept, accept_tree, check
+from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, accept, accept_tree, check
 from mmaccel.core.errors import DraftError, ModelError, shown, warn
 from mmaccel.core.report import Rounds
 

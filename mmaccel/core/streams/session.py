@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import select
-from mmaccel.core import session_io
 from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
 from mmaccel.core.errors import ModelError, tell_kept, warn
-from mmaccel.core.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.stream_runner import StreamRunner
+from mmaccel.core.streams import session_io
+from mmaccel.core.streams.stream_runner import StreamRunner
 
 Progress = Callable[[int, int | None], None]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import StreamAdapter
-from mmaccel.core.draft import DraftStrategy, Prompt
+from mmaccel.core.decoding.draft import DraftStrategy, Prompt
+from mmaccel.core.decoding.generate import Deadline, Evidence, FinishReason, speculate
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.generate import Deadline, Evidence, FinishReason, speculate
-from mmaccel.core.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.report import Meter
 
 UNITS = 16

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from mmaccel.core import checkpoint_io, outside
 from mmaccel.core.attach import StreamAdapter
-from mmaccel.core.checkpoint_io import locked, sync, write_private
 from mmaccel.core.errors import MmaccelError, ModelError, shown
-from mmaccel.core.kv import StreamPolicy
+from mmaccel.core.files import checkpoint_io, outside
+from mmaccel.core.files.checkpoint_io import locked, sync, write_private
+from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, saved_recipe
-from mmaccel.core.stream_runner import StreamInfo, StreamRunner
+from mmaccel.core.streams.stream_runner import StreamInfo, StreamRunner
 
 FORMAT, VERSION = "mmaccel session", 5
 UNSEALED = 2

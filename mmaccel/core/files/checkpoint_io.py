@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core import outside
 from mmaccel.core.errors import MmaccelError, ModelError, shown
+from mmaccel.core.files import outside
 
 Wanted = Mapping[str, tuple[Sequence[int], torch.dtype]]
 """Shape and type of each tensor of a file; -1 in a shape stands for any size."""

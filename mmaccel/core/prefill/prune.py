@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, UnknownName, check_choice, shown, warn
-from mmaccel.core.kv import KVState
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import Policy
 
 SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")

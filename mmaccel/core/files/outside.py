@@ -3,7 +3,7 @@
 A file has to be a regular one: a pipe, a device or a folder is refused before anything is opened, for opening it could wait
 for ever and reading it need not end. Text is UTF-8. What does not fit is told in one sentence, as an error that the caller
 names.
-Videos and images come in through `mmaccel.media`, tensors through `core.checkpoint_io`; both open files by `regular`.
+Videos and images come in through `mmaccel.media`, tensors through `core.files.checkpoint_io`; both open files by `regular`.
 """
 
 from __future__ import annotations

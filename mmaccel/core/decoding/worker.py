@@ -184,7 +184,7 @@ class Worker:
     def __init__(self, service: str, options: Mapping[str, Any], *, silence_s: float = 30.0) -> None:
         ours, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        code = "import mmaccel; from mmaccel.core.worker import main; main()"
+        code = "import mmaccel; from mmaccel.core.decoding.worker import main; main()"
         # The kernel can end a child with its parent, but means the thread that started it: only the main one lasts.
         lasting = str(int(threading.current_thread() is threading.main_thread()))
         given = [str(theirs.fileno()), lasting, service, json.dumps(dict(options))]

@@ -18,15 +18,15 @@ from mmaccel.backends import select
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.ops.layer_ops import decode_attend
 from mmaccel.core.adapter import Branches
+from mmaccel.core.decoding.replay import COMPILE, Compiled
 from mmaccel.core.errors import warn
-from mmaccel.core.kv import KVView
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import AttentionPlan, check_sizes, numbered
-from mmaccel.core.prune import PrefillPass, Probe
+from mmaccel.core.memory.kv import KVView
+from mmaccel.core.prefill.plan import AttentionPlan, check_sizes, numbered
+from mmaccel.core.prefill.prune import PrefillPass, Probe
+from mmaccel.core.prefill.sparse import attend_plan, window_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.replay import COMPILE, Compiled
 from mmaccel.core.report import Meter
-from mmaccel.core.sparse import attend_plan, window_plan
 
 ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVState, KVView
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import TokenPruner, others, thin
+from mmaccel.core.memory.kv import KVState, KVView
+from mmaccel.core.prefill.prune import TokenPruner, others, thin
 
 
 class ThinnedState(KVState):

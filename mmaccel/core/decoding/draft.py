@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, ModelView
+from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.errors import DraftError, RecipeError
-from mmaccel.core.prune import Probe, TokenPruner
+from mmaccel.core.prefill.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
-from mmaccel.core.replay import Compiled
 
 Warp = Callable[[Tensor, Tensor], Tensor]
 """(ids [S] before a token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot if processors decide."""

@@ -129,14 +129,14 @@ RULE = bigram(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(
 
 def check_draft(strategy: DraftStrategy) -> None:
     """Raise `RecipeError` where the contract is broken, on a toy target of six tokens, decoded greedily."""
-    who, needs, lookback = f"draft {strategy.name!r}", strategy.needs, strategy.lookback
+    who, needs, max_rollback = f"draft {strategy.name!r}", strategy.needs, strategy.max_rollback
     promise(
         needs <= {"rollback", "memory", "prompt"},
         f"{who}: needs is {sorted(needs)}; give some of 'memory', 'prompt' and 'rollback'.",
     )
     promise(
-        lookback >= 0 and (lookback > 0) == ("rollback" in needs),
-        f"{who}: lookback is {lookback} and needs {sorted(needs)}; name 'rollback' in needs where lookback is more than 0, "
+        max_rollback >= 0 and (max_rollback > 0) == ("rollback" in needs),
+        f"{who}: max_rollback is {max_rollback} and needs {sorted(needs)}; name 'rollback' in needs where it is above 0, "
         "and there alone.",
     )
     if "memory" in needs:
@@ -156,8 +156,8 @@ def check_draft(strategy: DraftStrategy) -> None:
     )
     most = max(rounds.windows, default=0)
     promise(
-        not most or most + 1 <= lookback,
-        f"{who}: {most} tokens were proposed and lookback is {lookback}; give one more than the most proposed.",
+        not most or most + 1 <= max_rollback,
+        f"{who}: {most} tokens were proposed and max_rollback is {max_rollback}; give one more than the most proposed.",
     )
     check_counters(who, draft.counters())
     notes = draft.notes()

@@ -36,14 +36,14 @@ UNITS = 120
 
 def check_memory(policy: KVPolicy) -> None:
     """Raise `RecipeError` where the contract is broken."""
-    who, reach = f"kv {policy.name!r}", policy.reach
+    who, rollback_limit = f"kv {policy.name!r}", policy.rollback_limit
     promise(
-        not policy.exact or reach is None,
-        f"{who}: exact is True and reach {reach}; a memory that keeps all can roll all back.",
+        not policy.exact or rollback_limit is None,
+        f"{who}: exact is True and reach {rollback_limit}; a memory that keeps all can roll all back.",
     )
     promise(
-        reach is None or reach >= 0,
-        f"{who}: reach is {reach}; give a number of columns, 0 or more, or None for all.",
+        rollback_limit is None or rollback_limit >= 0,
+        f"{who}: reach is {rollback_limit}; give a number of columns, 0 or more, or None for all.",
     )
     if isinstance(policy, StreamPolicy):
         check_stream(policy)
@@ -64,7 +64,7 @@ def check_lengths(policy: KVPolicy) -> None:
     _count(who, state, 50, "after 50 columns")
     for serial in range(50, 90):
         step(who, state, serial, 1)
-    back = 30 if policy.reach is None else min(policy.reach, 30)
+    back = 30 if policy.rollback_limit is None else min(policy.rollback_limit, 30)
     state.truncate(90 - back)
     _count(who, state, 90 - back, f"after 90 columns and truncate({90 - back})")
     step(who, state, 200, 7)
@@ -176,12 +176,12 @@ class Wheel:
         both = torch.cat([angle, angle], -1)[None, None]
         return both.cos().to(dtype), both.sin().to(dtype)
 
-    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
         return x * angles[0] + half * angles[1]
 
-    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        x.copy_(self.turn(x, angles))
+    def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        x.copy_(self.apply_rope(x, angles))
 
     def norm(self, layer: int, hidden: Tensor) -> Tensor:
         return hidden
@@ -231,13 +231,13 @@ class _Trial:
     def __init__(self, who: str, state: StreamState, needs: frozenset[str]) -> None:
         self.who, self.state, self.needs = who, state, needs
 
-    def run(self, piece: StreamPass, name: int = 0) -> list[KVView]:
+    def run(self, stream_pass: StreamPass, name: int = 0) -> list[KVView]:
         """One pass: the views of all layers."""
         state, views = self.state, []
-        state.begin_pass(piece)
+        state.begin_pass(stream_pass)
         for layer in range(LAYERS):
             query, key, value = (
-                draw((piece.kind, piece.first, name, layer, i), 1, h, piece.rows, SIZE)
+                draw((stream_pass.kind, stream_pass.first, name, layer, i), 1, h, stream_pass.rows, SIZE)
                 for i, h in enumerate((HEADS, GROUPS, GROUPS))
             )
             if "hidden" in self.needs:
@@ -249,7 +249,7 @@ class _Trial:
                 f"{self.who}: a view has no queries of its pass; turn them, and give them as query.",
             )
             promise(
-                torch.equal(view.value[:, :, -piece.rows :], value),
+                torch.equal(view.value[:, :, -stream_pass.rows :], value),
                 f"{self.who}: a view lacks the columns of its queries; put the newest last.",
             )
             views.append(view)

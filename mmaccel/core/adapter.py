@@ -167,12 +167,12 @@ class ModelAdapter(ABC):
         """Cosines and sines [1, 1, n, D] of `positions` [n] or [3, n], as the model makes them for `dtype`."""
 
     @abstractmethod
-    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """`x` [B, heads, n, D] rotated by what `angles` gave."""
 
     @abstractmethod
-    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        """`turn` in place."""
+    def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        """`apply_rope` in place."""
 
     @abstractmethod
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
@@ -243,11 +243,11 @@ class ModelView:
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.adapter.angles(self.model, positions, dtype)
 
-    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        return self.adapter.turn(x, angles)
+    def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        return self.adapter.apply_rope(x, angles)
 
-    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        self.adapter.turn_(x, angles)
+    def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        self.adapter.apply_rope_(x, angles)
 
     def runner(self) -> Runner:
         """A sequence on this model."""

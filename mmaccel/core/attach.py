@@ -18,7 +18,7 @@ from mmaccel.core.adapter import ConfigOnlyModel, ModelAdapter, ModelView, Runne
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVState, StreamState
-from mmaccel.core.memory.thinned import ThinnedState
+from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import AttentionConfig
 from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
@@ -145,7 +145,7 @@ class ModelFamily(ModelAdapter):
         """A runner on `model`, attached or plain; `state` is the memory of an attached one (None: its recipe's)."""
 
     @abstractmethod
-    def seam(self, model: nn.Module, processor: Any) -> StreamAdapter:
+    def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
         """`model` and `processor` as a stream uses them; raises `ModelError` for a processor that cannot serve."""
 
 
@@ -216,7 +216,7 @@ class Accelerated:
             return self.recipe.kv.open(replace(shape, layers=layers), self.view, self.view.device)
 
         prune = self.recipe.prune
-        return state(shape.layers) if prune is None else ThinnedState(prune, shape.layers, state)
+        return state(shape.layers) if prune is None else PrunedKVState(prune, shape.layers, state)
 
     @property
     def last_state(self) -> KVState | None:

@@ -137,7 +137,7 @@ def check_pairs(recipe: Recipe) -> None:
     sparse, kv, draft = recipe.sparse, recipe.kv, recipe.draft
     if recipe.prune is not None:
         _check_prune(recipe, recipe.prune)
-    if not sparse.dense and not kv.admits_sparse:
+    if not sparse.dense and not kv.allows_sparse:
         raise RecipeError(
             f"sparse {sparse.name!r} cannot stand beside kv {kv.name!r}, which decides by itself what each "
             f"query sees; set sparse to {DEFAULTS['sparse']!r} or kv to {DEFAULTS['kv']!r}."
@@ -146,10 +146,10 @@ def check_pairs(recipe: Recipe) -> None:
         raise RecipeError(
             f"draft {draft.name!r} reads the whole cache and kv {kv.name!r} is another; set kv to {DEFAULTS['kv']!r}."
         )
-    if "rollback" in draft.needs and kv.reach is not None and kv.reach < draft.lookback:
+    if "rollback" in draft.needs and kv.rollback_limit is not None and kv.rollback_limit < draft.max_rollback:
         raise RecipeError(
-            f"draft {draft.name!r} rolls back up to {draft.lookback} tokens and kv {kv.name!r} only "
-            f"{kv.reach}; lower the draft's window or raise the memory's margin."
+            f"draft {draft.name!r} rolls back up to {draft.max_rollback} tokens and kv {kv.name!r} only "
+            f"{kv.rollback_limit}; lower the draft's window or raise the memory's margin."
         )
 
 

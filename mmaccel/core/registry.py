@@ -23,7 +23,13 @@ from mmaccel.core.errors import RecipeError, UnknownName, shown
 C = TypeVar("C", bound=type)
 
 
-RENAMED = {"placed": "with_base_dir", "asks": "query_time_fields"}
+RENAMED = {
+    "placed": "with_base_dir",
+    "asks": "query_time_fields",
+    "lookback": "max_rollback",
+    "reach": "rollback_limit",
+}
+RENAMED |= {"admits_sparse": "allows_sparse"}
 RENAMED |= {"toll": "max_blocks", "bound": "max_blocks_total"}
 RENAMED |= {"expected": "expected_blocks", "guess": "estimate_blocks"}
 RENAMED |= {"turn": "question_scope", "enter": "begin_pass", "leave": "end_pass", "seat": "write_slot"}

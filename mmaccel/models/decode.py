@@ -20,7 +20,7 @@ from mmaccel.core.attach import attached
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import KVState
-from mmaccel.core.memory.thinned import ThinnedState
+from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
 from mmaccel.models.install import PromptHook
 from mmaccel.models.step import LayerStep, Rows
@@ -179,7 +179,7 @@ class SequenceSteps:
         for part in self.lay(state, delta, width):
             out = part.run(out, held, count, width, branches)
             if part.looks is not None:
-                assert isinstance(state, ThinnedState)
+                assert isinstance(state, PrunedKVState)
                 self._look(state, part, part.looks, held, count)
         state.wrote(count)
         return out[:, :count].clone()
@@ -196,7 +196,7 @@ class SequenceSteps:
         family, model = self.family, self.model
         words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
         home = words.weight.device
-        glance = state.pruner.glance if isinstance(state, ThinnedState) else None
+        glance = state.pruner.glance if isinstance(state, PrunedKVState) else None
         cuts: list[tuple[torch.device, list[int]]] = []
         for device, numbers in loading.runs([key.device for key, _ in buffers], home):
             after = numbers.index(glance) + 1 if glance in numbers[:-1] else len(numbers)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ class SequenceSteps:
         family, known, layers = self.family, dict[Any, Held](), list[Held]()
         for layer, (like, _) in enumerate(buffers):
             lacks, after = state.lacks(layer), glance is not None and layer > glance
-            anew = isinstance(state, ThinnedState) and state.renumbers(layer)
+            anew = isinstance(state, PrunedKVState) and state.renumbers(layer)
             name = like.device, like.shape[2], lacks, anew, after
             if name not in known:
                 # Text after the prompt has the same position on every axis.
@@ -233,13 +233,13 @@ class SequenceSteps:
                 rope = torch.stack([angle[0] for angle in family.angles(self.model, axes, like.dtype)])
                 bias = None
                 if after:
-                    assert isinstance(state, ThinnedState)
+                    assert isinstance(state, PrunedKVState)
                     bias = torch.zeros(state.prompt - lacks, device=like.device)
                 known[name] = Held(lacks, rope.to(like.device), bias)
             layers.append(known[name])
         return layers
 
-    def _look(self, state: ThinnedState, part: Part, looks: Tensor, held: int, count: int) -> None:
+    def _look(self, state: PrunedKVState, part: Part, looks: Tensor, held: int, count: int) -> None:
         """Between the layer at which a pruner glances and the next one: what a token sees of the video from there on."""
         key = part.buffers[-1][0][:, :, : held + 1 - part.held[-1].lacks]
         shown = state.recall(looks, key) if count == 1 else None

@@ -84,7 +84,7 @@ class Family(ModelFamily):
         first = next(like.parameters())
         return load_model(path, dtype=first.dtype, device=first.device)
 
-    def seam(self, model: nn.Module, processor: Any) -> StreamAdapter:
+    def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
         from mmaccel.models.stream import HFStreamAdapter
 
         return HFStreamAdapter(unwrapped(model), self, processor)
@@ -329,14 +329,14 @@ class Family(ModelFamily):
         cos, sin = rotary.forward(like, positions[..., None, :])
         return cos[:, None], sin[:, None]
 
-    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         return rotated(x, *angles)
 
-    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+    def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         if layer_ops.fusible(x):
             layer_ops.rotate_(x, *(angle[:, 0] for angle in angles))
         else:
-            x.copy_(self.turn(x, angles))
+            x.copy_(self.apply_rope(x, angles))
 
 
 class Causal(Family):

@@ -2,7 +2,7 @@
 
 A cut takes the hidden states, rotary angles, layout and cache columns of what is dropped out of every later layer, so that
 what is left costs what a shorter prompt costs. Outside, columns are those of the whole prompt: what is given back has a row
-for each, zero where it was dropped, and `ThinnedState` counts all of them.
+for each, zero where it was dropped, and `PrunedKVState` counts all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.memory.thinned import ThinnedState
+from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.prefill.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
 from mmaccel.models.install import Hooks, PromptHook
@@ -34,7 +34,7 @@ class _Work:
     """
 
     run: ForwardPass
-    state: ThinnedState
+    state: PrunedKVState
     layout: TokenLayout
     total: int
     hidden: dict[int, Tensor] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Pruning:
     def forward(self, run: ForwardPass, kwargs: dict[str, Any], go: Go) -> Any:
         """The text model's pass over new columns, pruned; `go` runs it as it is."""
         state = run.state
-        if not isinstance(state, ThinnedState):
+        if not isinstance(state, PrunedKVState):
             raise ModelError(
                 f"past_key_values: prune {self.pruner.name!r} keeps a cache of its own; leave past_key_values and kv out."
             )
@@ -163,8 +163,8 @@ class Pruning:
         cos, sin = (angle[:, None] for angle in angles)
         key = attention.k_proj(x).unflatten(-1, (shape.kv_heads, -1)).transpose(1, 2)
         query = attention.q_proj(x[:, at]).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
-        key = self.family.turn(key, (cos, sin))
-        query = self.family.turn(query, (cos[:, :, at], sin[:, :, at]))
+        key = self.family.apply_rope(key, (cos, sin))
+        query = self.family.apply_rope(query, (cos[:, :, at], sin[:, :, at]))
         return paid(query[0], key[0], at, shape.head_dim**-0.5)
 
     def _between(
@@ -228,7 +228,7 @@ class Pruning:
         return states[:, kept.columns] if kept.states is None else kept.states[None]
 
     @staticmethod
-    def _thin(run: ForwardPass, state: ThinnedState, part: int) -> ForwardPass:
+    def _thin(run: ForwardPass, state: PrunedKVState, part: int) -> ForwardPass:
         return replace(run, layout=state.thinned(part, run.layout), start=state.size(part, run.start))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TokenLayout
-from mmaccel.core.memory.thinned import ThinnedState
+from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.prefill.prune import (
     PrefillPass,
@@ -159,7 +159,7 @@ class Listener(Probe):
     def _note(self, run: PrefillPass, layer: int) -> None:
         """Which columns a pruner of the target has left `layer`."""
         held, state = None, run.state
-        if isinstance(state, ThinnedState):
+        if isinstance(state, PrunedKVState):
             held = state.kept[state.part_of(min(layer, self.depth - 1))]
         self.held[layer] = None if held is None else held.to(self.layout.device)
 

@@ -82,7 +82,7 @@ class LayerStep:
             query = layer_ops.enter_rows(rows, *self.qkv, gain, squares, eps, rope, columns, key, value)
         else:
             rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
-            query = layer_ops.turn_rows(rows, rope[0], rope[1], line, columns, key, value)
+            query = layer_ops.rope_rows(rows, rope[0], rope[1], line, columns, key, value)
         out = layer_ops.decode_attend(query, key, value, columns, key.shape[-1] ** -0.5, sees, bias)
         return self.finish(x, out.transpose(1, 2).reshape(columns.numel(), -1)), query
 
@@ -145,7 +145,7 @@ def _together(layer: Any) -> list[list[Any]]:
     return [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
 
 
-class Watched:
+class ModuleFingerprint:
     """Modules and all in them, as they are now: which they are, of which classes, their weights, and where these lie. Asked
     at every pass: the host takes a tenth of the time of a walk through the modules."""
 
@@ -181,7 +181,7 @@ class StreamSteps:
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family = model, family
         self._shape = family.geometry(model)
-        self._watched: Watched | None = None
+        self._watched: ModuleFingerprint | None = None
         self._choices: Any = None
         self._known = False
         self._layers: list[LayerStep] = []
@@ -200,7 +200,7 @@ class StreamSteps:
         windows = [getattr(getattr(one, "self_attn", None), "sliding_window", None) for one in layers]
         choices = activation, windows
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
-            self._watched, self._choices = Watched(layers), choices
+            self._watched, self._choices = ModuleFingerprint(layers), choices
             self._known = known(layers, activation, self._family)
             self._layers = layer_steps(layers) if self._known else []
         return self._known and not self._watched.hooked()

@@ -214,7 +214,7 @@ def entered(count: int) -> None:
 
 def turned() -> None:
     angles, cache, columns = blank(1, N, 128), blank(1, 4, N, 128), zeros(1, 2)
-    decode.turn_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
+    decode.rope_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
 
 
 def indexed() -> None:

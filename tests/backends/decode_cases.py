@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.layer_ops import WINDOW, decode_attend, enter_rows, project_rows, turn_rows
+from mmaccel.backends.ops.layer_ops import WINDOW, decode_attend, enter_rows, project_rows, rope_rows
 from mmaccel.backends.triton import decode
 
 from .oracle import budget
@@ -16,7 +16,7 @@ from .triton_cases import DEVICE, DTYPES, INTERPRETED
 @pytest.fixture(autouse=True)
 def plain_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device the plain form of `enter_rows` would rotate by the kernel."""
-    monkeypatch.setattr(turn_rows, "direct", turn_rows.plain)
+    monkeypatch.setattr(rope_rows, "direct", rope_rows.plain)
 
 
 def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -206,7 +206,7 @@ def test_enter(size: int, B: int, n: int, biased: bool, dtype: torch.dtype) -> N
     got = decode.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *mine, block_k=16)
     made = decode.project_rows(x, weight, bias, gain, 1e-5, block_k=16).view(B, n, -1)
     line = torch.arange(n, device=DEVICE).expand(B, n)
-    want = decode.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
+    want = decode.rope_rows(made, turn[0], turn[1], line, columns, *theirs)
     plainly = enter_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *said)
     wide = [w.double()[:, :, 1] for w in whole]
     normed = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
@@ -254,8 +254,8 @@ def test_turn(size: int, dtype: torch.dtype) -> None:
     whole = [drawn(B, G, 2, capacity, size, dtype=dtype, seed=i) for i in (3, 4)]
     mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
     places = torch.tensor([[3, 4, 4], [0, 18, 19]], device=DEVICE)
-    got = decode.turn_rows(new, cos, sin, places, columns, *mine)
-    want = turn_rows.plain(new, cos, sin, places, columns, *theirs)
+    got = decode.rope_rows(new, cos, sin, places, columns, *mine)
+    want = rope_rows.plain(new, cos, sin, places, columns, *theirs)
     close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(got, want, **close)
     assert got.stride() == want.stride()
@@ -274,8 +274,8 @@ def test_tensors_that_are_views() -> None:
     new, places = drawn(1, 2, 4 * 16), torch.tensor([[3, 4]], device=DEVICE)
     cos, sin = drawn(1, 16, 9).mT, drawn(1, 9, 32, seed=1)[..., ::2]
     mine, theirs = ([torch.zeros(1, 1, 9, 16, device=DEVICE) for _ in range(2)] for _ in range(2))
-    got = decode.turn_rows(new, cos, sin, places, places, *mine)
-    torch.testing.assert_close(got, turn_rows.plain(new, cos, sin, places, places, *theirs))
+    got = decode.rope_rows(new, cos, sin, places, places, *mine)
+    torch.testing.assert_close(got, rope_rows.plain(new, cos, sin, places, places, *theirs))
     torch.testing.assert_close(mine, theirs)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_lists, layer_ops, lines
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
+from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, rope_rows
 from mmaccel.backends.ops.lines import reduces
 from mmaccel.backends.triton.prefill import estimate, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
@@ -213,7 +213,7 @@ def decoded(tokens: int) -> None:
         turn = square.new_zeros(2, 1, width, SIZE)
         enter_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
         told = torch.zeros(1, width, (HEADS + 2 * GROUPS) * SIZE, dtype=torch.bfloat16)
-        query = turn_rows(told, angles, angles, at, at, cache, cache)
+        query = rope_rows(told, angles, angles, at, at, cache, cache)
         decode_attend(query, cache, cache, at, 0.1, None)
         decode_attend(query, cache, cache, at, 0.1, at[0])
 

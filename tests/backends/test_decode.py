@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmaccel.backends.ops import operator
-from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
+from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, rope_rows
 
 from .test_triton import run
 
@@ -36,7 +36,7 @@ def test_the_operators_keep_their_contract() -> None:
     check(enter_rows.op, entered)
     angles = torch.randn(2, 20, 8)
     new = torch.randn(2, 3, 8 * 8)
-    torch.library.opcheck(turn_rows.op, (new, angles, angles, columns - 2, columns, key, value.clone()))
+    torch.library.opcheck(rope_rows.op, (new, angles, angles, columns - 2, columns, key, value.clone()))
 
 
 def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         columns = torch.arange(4)[None]
         decode_attend(query, key, value, columns, 0.3)
         angles = torch.randn(2, 1, 4, 8, dtype=dtype)
-        turn_rows(torch.randn(1, 4, 48, dtype=dtype), angles[0], angles[1], columns, columns, key, value)
+        rope_rows(torch.randn(1, 4, 48, dtype=dtype), angles[0], angles[1], columns, columns, key, value)
     assert launched == [torch.float32] * 2
 
 
@@ -74,7 +74,7 @@ def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
 
     def launch(given: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         launched.append(given.dtype)
-        return turn_rows.plain(given, *rest)
+        return rope_rows.plain(given, *rest)
 
     x, weight = torch.randn(3, 16).to(dtype), [torch.randn(8 * h, 16).to(dtype) for h in (4, 2, 2)]
     turn, columns = torch.randn(2, 1, 3, 8).to(dtype), torch.arange(3)[None]

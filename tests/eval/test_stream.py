@@ -137,15 +137,15 @@ def test_a_watch_for_all_budgets_answers_as_one_for_each(name: str, monkeypatch:
 @pytest.mark.parametrize("name", ["tiny-ov", "random-qwen"])
 def test_the_vision_tower_looks_at_a_world_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = pair(name)
-    seam = type(adapter_for(model).seam(model, processor))
+    stream_adapter = type(adapter_for(model).stream_adapter(model, processor))
     looked: list[int] = []
-    true = seam.features
+    true = stream_adapter.features
 
     def counted(self: Any, frames: Any, size: Any) -> Any:
         looked.append(len(frames))
         return true(self, frames, size)
 
-    monkeypatch.setattr(seam, "features", counted)
+    monkeypatch.setattr(stream_adapter, "features", counted)
     world, kv = World.generate(5, 70), entries(["rekv"], [4], 6, 16)[0].kv
     footage = Footage(model, processor, world, 0.3)
     assert looked == [64, 6] and [len(piece) for piece in footage.pieces] == [64, 6]

@@ -71,7 +71,7 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
     with open_session("random-qwen", WHOLE["rekv"]) as session:
         session.watch(film(7), fps=1.0)
         session.ask(QUESTION, 1)
-        ids, words = session._seam.tail(QUESTION)
+        ids, words = session._stream_adapter.tail(QUESTION)
         assert session._live is not None and session._live.info.pending is not None
     assert held == [len(ids) - words[0]] * 2
 

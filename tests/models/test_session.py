@@ -141,13 +141,13 @@ def test_an_answer_comes_token_by_token(kv: str) -> None:
 def test_an_answer_that_nobody_reads_ends() -> None:
     with open_session("random-ov", TIGHT["rekv"]) as session:
         session.watch(film(14), fps=FPS)
-        before, inner, steps = logits(session), session._seam.logits, [0]
+        before, inner, steps = logits(session), session._stream_adapter.logits, [0]
 
         def counted(hidden: torch.Tensor) -> torch.Tensor:
             steps[0] += 1
             return inner(hidden)
 
-        session._seam.logits = counted  # type: ignore[method-assign]
+        session._stream_adapter.logits = counted  # type: ignore[method-assign]
         assert len(session.ask(QUESTION, 240).ids) == 240, "by itself it would go on"
         for ending in ("closed", "lost"):
             steps[0] = 0
@@ -235,7 +235,7 @@ def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(
     with open_session(name, TIGHT["mosaic"]) as session, open_session(name, TIGHT["mosaic"]) as twin:
         for one in (session, twin):
             one.watch(film(14), fps=FPS)
-        hook = session._seam.view.adapter.layers(model)[1].register_forward_pre_hook(meanwhile)
+        hook = session._stream_adapter.view.adapter.layers(model)[1].register_forward_pre_hook(meanwhile)
         try:
             ours = logits(session)
         finally:
@@ -336,9 +336,9 @@ def test_a_stream_has_as_many_positions_as_a_prompt(monkeypatch: pytest.MonkeyPa
     model, _ = pair("random-ov")
     rope = {**model.config.text_config.rope_parameters, "factor": 4.0}
     with open_session("random-ov", "recent") as session:
-        limit = session._seam.places((42, 70), None).limit
-        monkeypatch.setattr(session._seam.text.config, "rope_parameters", rope)
-        assert session._seam.places((42, 70), None).limit == 4 * limit
+        limit = session._stream_adapter.places((42, 70), None).limit
+        monkeypatch.setattr(session._stream_adapter.text.config, "rope_parameters", rope)
+        assert session._stream_adapter.places((42, 70), None).limit == 4 * limit
 
 
 @pytest.mark.parametrize("name", ["mosaic", "rekv", "full"])
@@ -359,7 +359,7 @@ def test_a_stream_is_the_same_under_autocast(name: str) -> None:
 def test_a_question_may_name_a_video(name: str) -> None:
     with open_session(name, "rekv") as session:
         session.watch(film(10), fps=FPS)
-        film_id = session._seam.processor.video_token_id
-        ids, _ = session._seam.tail("what is <video> or <|video_pad|> here?")
+        film_id = session._stream_adapter.processor.video_token_id
+        ids, _ = session._stream_adapter.tail("what is <video> or <|video_pad|> here?")
         assert film_id not in ids.tolist()
         assert session.ask("what is <video> or <|video_pad|> here?", max_new_tokens=2).ids

@@ -57,7 +57,7 @@ def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch
         want = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, count:].tolist()
     with open_session(name, "full") as session:
         monkeypatch.setattr(model.generation_config, "eos_token_id", [])
-        assert session._seam.ends() == frozenset(), (
+        assert session._stream_adapter.ends() == frozenset(), (
             "no token ends an answer, whatever the text model's config says"
         )
         session.watch(film(8), fps=FPS)
@@ -82,7 +82,7 @@ def test_a_question_past_the_positions_is_refused_before_it_is_run(
             raise AssertionError("a pass was run")
 
         with monkeypatch.context() as quick:
-            quick.setattr(session._seam, "run", run)
+            quick.setattr(session._stream_adapter, "run", run)
             with pytest.raises(
                 ModelError, match=r"^question: .* take \d{5,} of the model's 400 positions .*\.$"
             ):
@@ -126,7 +126,7 @@ def test_evidence_can_be_left_out(kv: str) -> None:
 
 
 class Slow:
-    """A seam's method that takes its time, and tells when it began; `clock`: in the clock's seconds, not in real ones."""
+    """A stream adapter's slow method that tells when it began; `clock`: in the clock's seconds, not in real ones."""
 
     def __init__(self, inner: Any, seconds: float, clock: Clock | None) -> None:
         self.inner, self.seconds, self.clock = inner, seconds, clock
@@ -143,8 +143,8 @@ class Slow:
 
 
 def slowed(session: mmaccel.VideoSession, name: str, seconds: float, clock: Clock | None = None) -> Slow:
-    slow = Slow(getattr(session._seam, name), seconds, clock)
-    session._seam.__dict__[name] = slow
+    slow = Slow(getattr(session._stream_adapter, name), seconds, clock)
+    session._stream_adapter.__dict__[name] = slow
     return slow
 
 
@@ -172,7 +172,7 @@ def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], cloc
         assert answer.finish_reason == "timeout"
         assert 6 < len(answer.ids) < len(whole.ids) == 24 and whole.ids[: len(answer.ids)] == answer.ids
         assert whole.text.startswith(answer.text) and answer.evidence == whole.evidence
-        del session._seam.__dict__["logits"]
+        del session._stream_adapter.__dict__["logits"]
         assert session.ask("describe the video .", 24).ids == whole.ids
 
 
@@ -184,7 +184,7 @@ def test_a_timeout_holds_inside_a_long_question(clock: Clock) -> None:
         answer = session.ask("what was it ? " * 100, timeout=2.0)
         assert (answer.ids, answer.text, answer.ttft_s, answer.finish_reason) == ((), "", 0.0, "timeout")
         assert slow.calls == 1 and answer.evidence == ()
-        del session._seam.__dict__["words"]
+        del session._stream_adapter.__dict__["words"]
         assert session.ask(QUESTION, 3).ids == before.ids
 
 

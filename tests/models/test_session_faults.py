@@ -56,7 +56,7 @@ def test_a_watch_that_is_interrupted_takes_in_nothing(kv: str) -> None:
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_pass_that_breaks_in_the_middle_takes_in_nothing(kv: str, layer: int) -> None:
     session, calls = begun(kv), [2]
-    module = session._seam.view.adapter.layers(session._seam.view.model)[layer]
+    module = session._stream_adapter.view.adapter.layers(session._stream_adapter.view.model)[layer]
 
     def fail(*_: Any) -> None:
         calls[0] -= 1
@@ -75,7 +75,7 @@ def test_a_pass_that_breaks_in_the_middle_takes_in_nothing(kv: str, layer: int) 
 def test_a_question_that_breaks_loses_nothing(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for error, calls in ((ZeroDivisionError, 1), (KeyboardInterrupt, 3)):
         session, left = begun(kv), [calls]
-        run = session._seam.logits
+        run = session._stream_adapter.logits
 
         def logits_once(hidden: Any, run: Any = run, left: Any = left, error: Any = error) -> Any:
             left[0] -= 1
@@ -84,7 +84,7 @@ def test_a_question_that_breaks_loses_nothing(kv: str, monkeypatch: pytest.Monke
             return run(hidden)
 
         with session, unharmed(session, error), monkeypatch.context() as patch:
-            patch.setattr(session._seam, "logits", logits_once)
+            patch.setattr(session._stream_adapter, "logits", logits_once)
             session.ask(QUESTION, 8)
 
 

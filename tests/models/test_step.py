@@ -101,7 +101,10 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
         session.watch(film(25), fps=FPS)
         live: Any = session._live
         live.state._keeps = True
-        layers, run = len(list(live.seam.family.layers(live.seam.model))), step.StreamSteps.run
+        layers, run = (
+            len(list(live.adapter.family.layers(live.adapter.model))),
+            step.StreamSteps.run,
+        )
 
         def noted(steps: Any, *given: Any) -> Any:
             calls.captured, calls.launched, calls.on = Counter(), Counter(), True

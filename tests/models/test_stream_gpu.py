@@ -156,7 +156,7 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
             for session in (plain, replayed):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
-                live.state.replays.works = live.seam._few._replays.works = session is replayed
+                live.state.replays.works = live.adapter._few._replays.works = session is replayed
                 found.append(torch.stack([logits(session) for _ in range(3)]))
             assert (found[0] - found[1]).abs().max() <= 1e-5
     assert made

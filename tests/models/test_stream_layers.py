@@ -50,9 +50,9 @@ def rests(answer: mmaccel.core.decoding.generate.Answer) -> dict[tuple[int, int]
 def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes, by_hand = [], step.StreamSteps.run
 
-    def noted(seam: Any, run: Any, embeds: Any, hidden: bool) -> Any:
+    def noted(stream_adapter: Any, run: Any, embeds: Any, hidden: bool) -> Any:
         passes.append(len(embeds))
-        return by_hand(seam, run, embeds, hidden)
+        return by_hand(stream_adapter, run, embeds, hidden)
 
     monkeypatch.setattr(step.StreamSteps, "run", noted)
     with opened(name, KV[kv]) as session:
@@ -84,7 +84,7 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(
             for part in film(25).repeat(2, 1, 1, 1).split(10):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
-                live.state._keeps = live.seam._few._replays.works = works
+                live.state._keeps = live.adapter._few._replays.works = works
                 if hasattr(live.state, "replays"):
                     live.state.replays.works = works
                 for question in (
@@ -108,7 +108,7 @@ def test_rooms_that_come_to_lie_where_others_lay_are_written_anew(monkeypatch: p
     """When weights were moved, rooms are given up; an allocator may make the next ones of the same memory."""
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     with opened("random-ov", KV["rekv"]) as session:
-        few: Any = session._seam._few  # type: ignore[attr-defined]
+        few: Any = session._stream_adapter._few  # type: ignore[attr-defined]
         made: dict[Any, torch.Tensor] = {}
 
         def room(name: Any, shape: Any, dtype: Any) -> torch.Tensor:
@@ -125,11 +125,11 @@ def test_captures_do_not_outlive_what_they_read(monkeypatch: pytest.MonkeyPatch)
     """A module that is exchanged, and be it for one that computes the same, makes the steps of layers anew."""
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     with opened("random-ov", KV["rekv"]) as session:
-        few: Any = session._seam._few  # type: ignore[attr-defined]
+        few: Any = session._stream_adapter._few  # type: ignore[attr-defined]
         wanted = logits(session)
         steps, rooms = few._layers, dict(few._replays._rooms)
         assert torch.equal(logits(session), wanted) and few._layers is steps
-        layer: Any = session._seam.family.layers(session._seam.model)[0]
+        layer: Any = session._stream_adapter.family.layers(session._stream_adapter.model)[0]
         layer.mlp.__class__ = type("Same", (type(layer.mlp),), {})
         assert torch.equal(logits(session), wanted) and few._layers is not steps
         assert all(few._replays._rooms[name] is not room for name, room in rooms.items())
@@ -145,7 +145,7 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
         with pytest.raises(AssertionError):
             logits(session)
         heard = []
-        layer: Any = session._seam.family.layers(session._seam.model)[0]
+        layer: Any = session._stream_adapter.family.layers(session._stream_adapter.model)[0]
         hook = layer.register_forward_pre_hook(lambda *_: heard.append(1))
         logits(session)
         hook.remove()

@@ -21,9 +21,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tenso
         open_session("random-ov", {**BASE, **fields}, chunk=chunk) as session,
         monkeypatch.context() as patch,
     ):
-        seam = session._seam
-        features, attend = seam.features, attention.dense_attend
-        block = seam.family.layers(seam.model)[0].mlp
+        stream_adapter = session._stream_adapter
+        features, attend = stream_adapter.features, attention.dense_attend
+        block = stream_adapter.family.layers(stream_adapter.model)[0].mlp
         gate = block.gate_proj.forward
 
         def seen(frames: torch.Tensor, size: Any) -> Any:
@@ -38,7 +38,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tenso
             most["feed"] = max(most["feed"], hidden.shape[1])
             return gate(hidden)
 
-        patch.setattr(seam, "features", seen)
+        patch.setattr(stream_adapter, "features", seen)
         patch.setattr(attention, "dense_attend", attended)
         patch.setitem(block.gate_proj.__dict__, "forward", fed)
         session.watch(film(25), fps=FPS)

@@ -167,7 +167,7 @@ def test_a_session_s_frames_go_so(calls: list[Any]) -> None:
     tower = model.model.visual
     with mmaccel.VideoSession(model, processor) as session:
         del calls[:]
-        session._seam.features(film(8), tuple(film(8).shape[-2:]))
+        session._stream_adapter.features(film(8), tuple(film(8).shape[-2:]))
         assert tower.config is model.config.vision_config
     assert len(tower.blocks) <= len(calls) <= 4 * len(tower.blocks)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmaccel.models.step import Watched
+from mmaccel.models.step import ModuleFingerprint
 
 
 class Other(nn.Linear):
@@ -49,20 +49,20 @@ def another_layer(all_: nn.ModuleList) -> None:
 @pytest.mark.parametrize("change", [exchanged, added, reclassed, another_weight, moved, another_layer])
 def test_a_change_is_seen(change: Callable[[nn.ModuleList], None]) -> None:
     some = layers()
-    watched, other = Watched(some), layers()
+    watched, other = ModuleFingerprint(some), layers()
     assert watched.same(list(some)) and not watched.same(list(other)) and not watched.same(list(some)[:1])
     with torch.no_grad():
         some[0][0].weight.mul_(2)
     assert watched.same(list(some))
     change(some)
     assert not watched.same(list(some))
-    assert Watched(some).same(list(some))
+    assert ModuleFingerprint(some).same(list(some))
 
 
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
 def test_a_listener_is_heard_wherever_it_is(kind: str) -> None:
     some = layers()
-    watched = Watched(some)
+    watched = ModuleFingerprint(some)
     for module in some.modules():
         if module is some:
             continue

@@ -78,9 +78,9 @@ class OneWay(_Streams):
 
 
 class _Forgets(StreamMemory):
-    def begin_pass(self, piece: StreamPass) -> None:
-        super().begin_pass(piece)
-        if piece.kind == "units":
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        super().begin_pass(stream_pass)
+        if stream_pass.kind == "units":
             self._rings = [None] * len(self._rings)
             self._count = 0
 
@@ -149,12 +149,12 @@ class Undeclared(PromptLookup):
 class TooLittle(PromptLookup):
     """It proposes more than it says it rolls back."""
 
-    lookback: ClassVar[int] = 2  # type: ignore[assignment]
+    max_rollback: ClassVar[int] = 2  # type: ignore[assignment]
 
 
 DRAFTS = {
     "an error": (Raises, "it fails with KeyError: 'nothing'; fix it."),
     "floats": (Floats, "Proposal.ids must be [n] long"),
     "undeclared": (Undeclared, "name 'rollback' in needs"),
-    "too little": (TooLittle, "tokens were proposed and lookback is 2"),
+    "too little": (TooLittle, "tokens were proposed and max_rollback is 2"),
 }

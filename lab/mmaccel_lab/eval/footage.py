@@ -25,34 +25,37 @@ SIDES = (168, 280)
 class Footage:
     """All frames of a world, of which `still` stand still, on the model's device, with the features of their units.
 
-    About 140 kB a frame, and the features. `seam` is the model's, but knows the features of these frames.
+    About 140 kB a frame, and the features. `stream_adapter` is the model's, but knows the features of these frames.
     """
 
     def __init__(self, model: nn.Module, processor: Any, world: World, still: float) -> None:
-        self._seam = adapter_for(model).seam(model, processor)
-        self.seam: StreamAdapter = copy.copy(self._seam)
-        self.seam.__dict__["features"] = self._features
+        self._stream_adapter = adapter_for(model).stream_adapter(model, processor)
+        self.stream_adapter: StreamAdapter = copy.copy(self._stream_adapter)
+        self.stream_adapter.__dict__["features"] = self._features
         self.pieces: list[Tensor] = []
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         table = world.table(still)
         for begin in range(0, world.frames, PIECE):
             rows = {
-                name: column[begin : begin + PIECE].to(self._seam.device) for name, column in table.items()
+                name: column[begin : begin + PIECE].to(self._stream_adapter.device)
+                for name, column in table.items()
             }
             piece = render(rows, *SIDES).contiguous()
             self.pieces.append(piece)
-            whole = len(piece) // self._seam.pace * self._seam.pace
+            whole = len(piece) // self._stream_adapter.pace * self._stream_adapter.pace
             if whole:
-                self._known[piece.untyped_storage().data_ptr()] = self._seam.features(piece[:whole], SIDES)
+                self._known[piece.untyped_storage().data_ptr()] = self._stream_adapter.features(
+                    piece[:whole], SIDES
+                )
 
     def _features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """As the model's own seam; what is cut out of a piece is known."""
+        """As the model's own stream adapter; what is cut out of a piece is known."""
         known = self._known.get(frames.untyped_storage().data_ptr())
         if known is None or not frames.is_contiguous():
-            return self._seam.features(frames, size)
+            return self._stream_adapter.features(frames, size)
         rows, marks = known
-        first = frames.storage_offset() // frames[0].numel() // self._seam.pace
-        return rows[first : first + len(frames) // self._seam.pace], marks
+        first = frames.storage_offset() // frames[0].numel() // self._stream_adapter.pace
+        return rows[first : first + len(frames) // self._stream_adapter.pace], marks
 
 
 class Viewing(VideoSession):
@@ -74,7 +77,7 @@ class Viewing(VideoSession):
     ) -> float:
         """Watch all of `footage`, `call` frames at a time (None: `PIECE`); the seconds that took. `progress` is told of each
         frame."""
-        own, self._seam = self._seam, footage.seam
+        own, self._stream_adapter = self._stream_adapter, footage.stream_adapter
         began = time.perf_counter()
         try:
             for piece in footage.pieces:
@@ -83,13 +86,13 @@ class Viewing(VideoSession):
                     if progress is not None:
                         progress(len(part))
         finally:
-            self._seam = own
+            self._stream_adapter = own
         if own.device.type == "cuda":
             torch.cuda.synchronize(own.device)
         seconds = time.perf_counter() - began
         assert self._live is not None
         # The stream itself keeps no hold of the footage.
-        self._live.seam = own
+        self._live.adapter = own
         self._mark = self._live.mark()
         return seconds
 
@@ -103,4 +106,4 @@ class Viewing(VideoSession):
     @property
     def pace(self) -> int:
         """Frames of a unit."""
-        return self._seam.pace
+        return self._stream_adapter.pace

@@ -113,7 +113,7 @@ def _turn_shape(rows: Tensor, key: Tensor) -> Tensor:
 
 
 @operator("decode", serves=runs_triton_in_float32, mutates=("key", "value"), fake=_turn_shape)
-def turn_rows(
+def rope_rows(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Turn new queries and keys, and write keys and values to their columns of the cache; gives queries [B, H, n, D].
@@ -213,7 +213,7 @@ def enter_rows(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """`project_rows` of the weights of queries, keys and values, then `turn_rows`; gives queries [B, H, n, D].
+    """`project_rows` of the weights of queries, keys and values, then `rope_rows`; gives queries [B, H, n, D].
 
     x [B * n, K], weight [H * D, K] and two of [G * D, K]; bias: none, or one for each. `gain` and `squares` are those of
     `project_rows`, one of them or none. turn [2, B, n, D]: cosines and sines of each row. columns, key, value as there.
@@ -221,4 +221,4 @@ def enter_rows(
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
     # Where the products are PyTorch's, what turns is a kernel still: one for a dozen.
-    return turn_rows.direct(rows, turn[0], turn[1], places, columns, key, value)
+    return rope_rows.direct(rows, turn[0], turn[1], places, columns, key, value)

@@ -447,7 +447,7 @@ def enter_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "count"])
-def turn_kernel(
+def rope_kernel(
     rows, cos, sin, places, columns, query, key, value, n, count, key_lines, value_lines,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -501,13 +501,13 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
     return query.transpose(1, 2)
 
 
-def turn_rows(rows, cos, sin, places, columns, key, value):
-    """See `ops.layer_ops.turn_rows`: one kernel, a program for each head of each row."""
+def rope_rows(rows, cos, sin, places, columns, key, value):
+    """See `ops.layer_ops.rope_rows`: one kernel, a program for each head of each row."""
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
-    turn_kernel[(heads + 2 * G, n, B)](
+    rope_kernel[(heads + 2 * G, n, B)](
         rows.contiguous(), cos.contiguous(), sin.contiguous(), places.contiguous(),
         columns.contiguous(), query, key, value, n, cos.shape[1], lines(key), lines(value),
         HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D), num_warps=1,

@@ -158,7 +158,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     """A choice of draft; `open` gives the state for one sequence.
 
     active  whether this strategy drafts at all
-    needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns,
+    needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `max_rollback` columns,
             "memory" that it holds every column of an accelerated model, for the draft to read; "prompt" asks for the
             prompt's own inputs, pixels included, which a stream has not
 
@@ -178,7 +178,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
             )
 
     @property
-    def lookback(self) -> int:
+    def max_rollback(self) -> int:
         """The most columns a verified window may roll back."""
         return 0
 

@@ -136,11 +136,11 @@ class KVPolicy(Policy, ABC, kind="kv"):
     """Answers equal those of a model that keeps everything."""
     sequences: ClassVar[bool] = True
     """Whether it can be the memory of ordinary sequences, by `open`."""
-    admits_sparse: ClassVar[bool] = True
+    allows_sparse: ClassVar[bool] = True
     """Whether a sparse prefill pattern may stand beside this memory."""
 
     @property
-    def reach(self) -> int | None:
+    def rollback_limit(self) -> int | None:
         """How many of the last columns can be rolled back; None means all."""
         return None
 
@@ -235,18 +235,18 @@ MARGIN = 64
 class StreamState(KVState):
     """The memory of one stream (batch 1). Keys and queries arrive before rotation; the memory turns them.
 
-    A pass goes: ``begin_pass(piece)``; for each layer, in order, ``append`` and ``view`` (and before them ``ahead``, for
-    policies that need "hidden"); ``end_pass()``. What a pass of kind "head" or "units" appended belongs to the stream once
-    it has ended; when a pass breaks off, the session calls ``restore`` with what ``checkpoint`` gave before the clip. Passes
-    of kind "question" and "answer" run inside ``question_scope()``, which drops all they appended; "proxy" is dropped at
-    ``end_pass()``. `length()` counts the stream's columns, and inside a question the question's and answer's too;
+    A pass goes: ``begin_pass(stream_pass)``; for each layer, in order, ``append`` and ``view`` (and before them ``ahead``,
+    for policies that need "hidden"); ``end_pass()``. What a pass of kind "head" or "units" appended belongs to the stream
+    once it has ended; when a pass breaks off, the session calls ``restore`` with what ``checkpoint`` gave before the clip.
+    Passes of kind "question" and "answer" run inside ``question_scope()``, which drops all they appended; "proxy" is dropped
+    at ``end_pass()``. `length()` counts the stream's columns, and inside a question the question's and answer's too;
     `truncate` reaches back to the beginning of the question. `counters` has "units" taken in, and those "resident",
     whose keys are on the device.
     """
 
     @abstractmethod
-    def begin_pass(self, piece: StreamPass) -> None:
-        """The next pass is `piece`."""
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        """The next pass is `stream_pass`."""
 
     @abstractmethod
     def end_pass(self) -> None:
@@ -274,9 +274,9 @@ class StreamState(KVState):
         """How many of `count` units from number `first` on may go in one pass, at least 1."""
         return count
 
-    def shown(self, piece: StreamPass) -> tuple[int, bool]:
-        """After how many units the question of `piece` gets its positions, asked before it runs, and whether these are the
-        units' own: then all units; fewer where the shown units are closed up (an upper bound if not known yet)."""
+    def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
+        """After how many units the question `stream_pass` gets its positions, asked before it runs, and whether these are
+        the units' own: then all units; fewer where the shown units are closed up (an upper bound if not known yet)."""
         return self.units(), True
 
     def idle(self) -> None:
@@ -344,7 +344,7 @@ class StreamPolicy(KVPolicy):
     """
 
     sequences: ClassVar[bool] = False
-    admits_sparse: ClassVar[bool] = False
+    allows_sparse: ClassVar[bool] = False
     clip: ClassVar[int | None] = None
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
 

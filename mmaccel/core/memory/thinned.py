@@ -14,7 +14,7 @@ from mmaccel.core.memory.kv import KVState, KVView
 from mmaccel.core.prefill.prune import TokenPruner, others, thin
 
 
-class ThinnedState(KVState):
+class PrunedKVState(KVState):
     """One memory for each stretch of layers between two cuts, each counting its own columns.
 
     Columns of the whole sequence are what `length` and `truncate` speak of; part k holds those of the prompt in `kept[k]`

@@ -49,7 +49,7 @@ class VideoSession:
     ) -> None:
         self.recipe = Recipe.load(recipe, **choices)
         self._kv = stream_policy(self.recipe)
-        self._seam: StreamAdapter = adapter_for(model).seam(model, processor)
+        self._stream_adapter: StreamAdapter = adapter_for(model).stream_adapter(model, processor)
         self._live: StreamRunner | None = None
         self._meter = Meter()
         self._lock = threading.RLock()
@@ -99,7 +99,7 @@ class VideoSession:
             with (
                 self._working(deadline),
                 every(),
-                closing(self._seam.clips(video, fps, deadline.check)) as clips,
+                closing(self._stream_adapter.clips(video, fps, deadline.check)) as clips,
             ):
                 try:
                     for clip in clips:
@@ -179,7 +179,7 @@ class VideoSession:
         shown = moments(last, times, count, rate, given is not None)
         if live is None:
             timed = times is not None or rate is not None
-            parts = self._seam, self._kv, self.recipe.chunk, clip.frames, clip.fps
+            parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
             live = self._live = StreamRunner.begin(*parts, timed)
 
         def tell(through: int) -> None:
@@ -244,7 +244,7 @@ class VideoSession:
 
     def _check(self, question: str) -> StreamRunner:
         """The stream to ask; raises `ModelError` where nothing was watched, or the question is not text."""
-        self._seam.tail(question)
+        self._stream_adapter.tail(question)
         if self._live is None or not self.frames:
             raise ModelError("ask: the session has seen no frame; watch something first.")
         return self._live
@@ -300,7 +300,7 @@ class VideoSession:
         return self._told(self._meter)
 
     def _told(self, meter: Meter) -> Report:
-        device = self._seam.device
+        device = self._stream_adapter.device
         why = "a stream's memory decides what is seen, and no pattern is planned"
         return meter.report(self.recipe.to_dict(), select.choose(device), self.counters(), device, why)
 
@@ -321,12 +321,15 @@ class VideoSession:
         with self._working():
             if self._live is None:
                 raise ModelError("save: the session has seen no frame; watch something first.")
-            session_io.save(Path(path), self._seam, self.recipe, self._live)
+            session_io.save(Path(path), self._stream_adapter, self.recipe, self._live)
 
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
         with self._working():
-            before, self._live = self._live, session_io.load(Path(path), self._seam, self.recipe, self._kv)
+            before, self._live = (
+                self._live,
+                session_io.load(Path(path), self._stream_adapter, self.recipe, self._kv),
+            )
             if before is not None:
                 before.state.close()
 
@@ -351,7 +354,7 @@ class VideoSession:
     def _working(self, deadline: Deadline | None = None) -> Iterator[None]:
         # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode. A memory has
         # keys and values of the weights' type, whatever autocast makes of a product.
-        exact = torch.autocast(self._seam.device.type, enabled=False)
+        exact = torch.autocast(self._stream_adapter.device.type, enabled=False)
         turn = self._lock if deadline is None else deadline.holding(self._lock)
         with turn, torch.inference_mode(False), torch.no_grad(), exact:
             if self._closed:

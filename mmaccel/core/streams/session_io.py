@@ -72,7 +72,7 @@ SIZES: dict[str, Callable[[Any], bool]] = {
 """What `session.json` says of a stream, and what it must be."""
 
 
-def save(path: Path, seam: StreamAdapter, recipe: Recipe, live: StreamRunner) -> None:
+def save(path: Path, adapter: StreamAdapter, recipe: Recipe, live: StreamRunner) -> None:
     """Write a session into the folder `path`; raises `ModelError` where that cannot be."""
     writable(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
@@ -92,8 +92,8 @@ def save(path: Path, seam: StreamAdapter, recipe: Recipe, live: StreamRunner) ->
         facts = {
             "format": FORMAT,
             "version": VERSION,
-            "model": seam.signature(),
-            "dtype": _name(seam.dtype),
+            "model": adapter.signature(),
+            "dtype": _name(adapter.dtype),
             "recipe": _plain(recipe.to_dict()),
             "size": info.size,
             "fps": None if info.fps is None else float(info.fps),
@@ -121,7 +121,7 @@ def recipe_of(path: Path) -> Recipe:
     return saved_recipe(path, _read(path)["recipe"])
 
 
-def load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> StreamRunner:
+def load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> StreamRunner:
     """The stream of a saved session, whose memory is `kv`; raises an `MmaccelError` when it does not fit.
 
     It is read again where another process saves to the folder meanwhile, which removes the files that were to be read.
@@ -130,7 +130,7 @@ def load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> 
     while True:
         before, left = _version_of(where), left - 1
         try:
-            return _load(where, seam, recipe, kv)
+            return _load(where, adapter, recipe, kv)
         except (MmaccelError, OSError) as error:
             if left and _version_of(where) != before:
                 continue
@@ -192,9 +192,9 @@ def _read(where: Path) -> dict[str, Any]:
     return facts
 
 
-def _load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> StreamRunner:
-    facts, dtype = _read(where), _name(seam.dtype)
-    if facts["model"] != seam.signature():
+def _load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> StreamRunner:
+    facts, dtype = _read(where), _name(adapter.dtype)
+    if facts["model"] != adapter.signature():
         raise ModelError(f"{where} was saved from another model; load it with the model it was saved with.")
     if facts["dtype"] != dtype:
         kind = shown(facts["dtype"])[1:-1]
@@ -215,7 +215,7 @@ def _load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) ->
     for name, fits in SIZES.items():
         if name not in facts or not fits(facts[name]):
             raise _damaged(where, f"{name} in {FACTS} cannot be")
-    live = StreamRunner(seam, kv, recipe.chunk, _read_info(data, facts, seam))
+    live = StreamRunner(adapter, kv, recipe.chunk, _read_info(data, facts, adapter))
     try:
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
             live.stream.places.told(0, live.info.shown(0))
@@ -236,9 +236,9 @@ def _lasting(recipe: Recipe) -> dict[str, Any] | None:
     return {name: value for name, value in fields if name not in kv.query_time_fields}
 
 
-def _read_info(data: Path, facts: dict[str, Any], seam: StreamAdapter) -> StreamInfo:
+def _read_info(data: Path, facts: dict[str, Any], adapter: StreamAdapter) -> StreamInfo:
     wanted: checkpoint_io.Wanted = {
-        "marks": ((facts["marks"], seam.view.geometry.hidden), seam.dtype),
+        "marks": ((facts["marks"], adapter.view.geometry.hidden), adapter.dtype),
         "spans": ((facts["units"], 2), torch.long),
         "times": ((facts["frames"],), torch.float64),
         **({"pending": ((facts["pending"], 3, -1, -1), torch.uint8)} if facts["pending"] else {}),
@@ -252,7 +252,7 @@ def _read_info(data: Path, facts: dict[str, Any], seam: StreamAdapter) -> Stream
         raise _damaged(data, f"spans or times in {FILM} cannot be")
     (height, width), raw = facts["size"], facts["raw"]
     raw = None if raw is None else (raw[0], raw[1])
-    marks, timed = film["marks"].to(seam.device), facts.get("timed") is True
+    marks, timed = film["marks"].to(adapter.device), facts.get("timed") is True
     more = raw, spans, times, film.get("pending")
     return StreamInfo((height, width), facts["fps"], facts["unit"], marks, timed, *more)
 

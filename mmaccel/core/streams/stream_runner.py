@@ -74,20 +74,22 @@ class QuestionRunner(Runner):
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Logits [1, V] after a question; `inputs` holds its `piece` and `embeds` [n, E].
+        """Logits [1, V] after a question; `inputs` holds its `stream_pass` and `embeds` [n, E].
 
         Raises `Ended` when the deadline passes before the last layer.
         """
-        piece, embeds = inputs["piece"], inputs["embeds"]
-        hidden = self.stream.run_pass(self.state, piece, embeds, few=True, check=self.deadline.check)
-        self.logits = self.stream.seam.logits(hidden[-1:])
+        stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
+        hidden = self.stream.run_pass(self.state, stream_pass, embeds, few=True, check=self.deadline.check)
+        self.logits = self.stream.adapter.logits(hidden[-1:])
         return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         if branches is not None:
             raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
-        piece, seam = StreamPass(kind="answer", rows=ids.shape[1]), self.stream.seam
-        return seam.logits(self.stream.run_pass(self.state, piece, seam.words(ids[0]), few=True))[None]
+        stream_pass, adapter = StreamPass(kind="answer", rows=ids.shape[1]), self.stream.adapter
+        return adapter.logits(self.stream.run_pass(self.state, stream_pass, adapter.words(ids[0]), few=True))[
+            None
+        ]
 
     def truncate(self, length: int) -> None:
         self.state.truncate(length)
@@ -102,11 +104,11 @@ class QuestionRunner(Runner):
 
         `put` gets new text as it comes. Warns when the answer ends with the model's positions.
         """
-        seam = self.stream.seam
-        ends, tokens, shown = seam.ends(), list[int](), ""
-        ids = torch.cat([seam.head(), self.ids])[None]
+        adapter = self.stream.adapter
+        ends, tokens, shown = adapter.ends(), list[int](), ""
+        ids = torch.cat([adapter.head(), self.ids])[None]
         start = ids.shape[1]
-        draft = strategy.open(seam.view) if strategy.active else None
+        draft = strategy.open(adapter.view) if strategy.active else None
         prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
         if draft is not None:
             draft.begin(prompt)
@@ -129,7 +131,7 @@ class QuestionRunner(Runner):
         def text(whole: bool) -> str:
             """The text so far; `put` gets what is new of it, a character of several tokens with its last one."""
             nonlocal shown
-            text = seam.decode(torch.tensor(tokens, dtype=torch.long)) if tokens else ""
+            text = adapter.decode(torch.tensor(tokens, dtype=torch.long)) if tokens else ""
             # Until then such a character is a replacement mark.
             if put is not None and len(text) > len(shown) and (whole or not text.endswith("\ufffd")):
                 put(text[len(shown) :])
@@ -155,20 +157,20 @@ class QuestionRunner(Runner):
 class StreamRunner:
     """One stream at work on a model: what is known of it, and its memory."""
 
-    def __init__(self, seam: StreamAdapter, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
+    def __init__(self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
-        self.seam, self.kv, self.info = seam, kv, info
+        self.adapter, self.kv, self.info = adapter, kv, info
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         self._warned = self._full = False
-        fps = float(seam.pace) if info.timed and info.fps is None else info.fps
-        places, head = seam.places(info.size, fps), seam.head().numel()
-        self.stream = Stream(unit=info.unit, head=head, pace=seam.pace, places=places, dtype=seam.dtype)
-        self.state = kv.stream(self.stream, seam.view.geometry, seam.view, seam.device)
+        fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
+        places, head = adapter.places(info.size, fps), adapter.head().numel()
+        self.stream = Stream(unit=info.unit, head=head, pace=adapter.pace, places=places, dtype=adapter.dtype)
+        self.state = kv.stream(self.stream, adapter.view.geometry, adapter.view, adapter.device)
 
     @classmethod
     def begin(
         cls,
-        seam: StreamAdapter,
+        adapter: StreamAdapter,
         kv: StreamPolicy,
         chunk: int | None,
         frames: Tensor,
@@ -177,8 +179,8 @@ class StreamRunner:
     ) -> StreamRunner:
         """A stream of frames like `frames`, its head run; `timed`: their times are known."""
         size = _size(frames)
-        features, marks = seam.features(filled(frames[: seam.pace], seam.pace), size)
-        live = cls(seam, kv, chunk, StreamInfo(size, fps, features.shape[1], marks, timed, size))
+        features, marks = adapter.features(filled(frames[: adapter.pace], adapter.pace), size)
+        live = cls(adapter, kv, chunk, StreamInfo(size, fps, features.shape[1], marks, timed, size))
         try:
             if not isinstance(live.state, FrameState):
                 live._head(live.state)
@@ -194,7 +196,7 @@ class StreamRunner:
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments`; calls `progress` with the number read so far. Gives the number
         taken in: when the deadline comes first, those whose passes were complete."""
-        info, pace = self.info, self.seam.pace
+        info, pace = self.info, self.adapter.pace
         before = len(info.times)
         frames = self._alike(frames)
         if info.pending is not None:
@@ -233,27 +235,27 @@ class StreamRunner:
 
     def _alike(self, frames: Tensor) -> Tensor:
         """Frames that can follow those before: of their size where a unit is begun. Told once when they are resized."""
-        info, size, seam = self.info, _size(frames), self.seam
+        info, size, adapter = self.info, _size(frames), self.adapter
         if size == info.raw:
             return frames
-        if not self._warned and not seam.fits(frames, info.size):
+        if not self._warned and not adapter.fits(frames, info.size):
             self._warned = True
             (height, width), (h, w) = info.size, size
             warn(f"frames of {w}x{h} are resized to {width}x{height}, the size with which the stream began.")
         if info.pending is not None and info.raw is not None:
-            return seam.resized(frames, info.raw)
+            return adapter.resized(frames, info.raw)
         info.raw = size
         return frames
 
     def _encode(self, frames: Tensor) -> None:
         """Whole units into the memory."""
-        info, state, pace = self.info, self.state, self.seam.pace
+        info, state, pace = self.info, self.state, self.adapter.pace
         start = sum(info.spans[-1]) if info.spans else 0
         if isinstance(state, FrameState):
             state.keep(frames)
             info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
             return
-        features, counts = state.merge(self.seam.features(frames, info.size)[0])
+        features, counts = state.merge(self.adapter.features(frames, info.size)[0])
         for count in counts:
             info.spans.append((start, count * pace))
             start += count * pace
@@ -270,8 +272,10 @@ class StreamRunner:
             shown = tuple(info.shown(first, count) if times is None else times[done : done + count])
             look = part.float().mean(1) if "look" in self.kv.needs else None
             rows = count * info.unit
-            piece = StreamPass(kind="units", rows=rows, first=first, count=count, times=shown, look=look)
-            self.run_pass(state, piece, part.flatten(0, 1))
+            stream_pass = StreamPass(
+                kind="units", rows=rows, first=first, count=count, times=shown, look=look
+            )
+            self.run_pass(state, stream_pass, part.flatten(0, 1))
             done += count
             if "proxy" in self.kv.needs:
                 self.run_pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
@@ -279,17 +283,17 @@ class StreamRunner:
     @cached_property
     def _proxy(self) -> Tensor:
         """[n, E] embeddings of the template's words between a question and its answer."""
-        ids, (_, end) = self.seam.tail("?")
-        return self.seam.words(ids[end:])
+        ids, (_, end) = self.adapter.tail("?")
+        return self.adapter.words(ids[end:])
 
     def _head(self, state: StreamState) -> None:
-        ids = self.seam.head()
-        self.run_pass(state, StreamPass(kind="head", rows=ids.numel()), self.seam.words(ids))
+        ids = self.adapter.head()
+        self.run_pass(state, StreamPass(kind="head", rows=ids.numel()), self.adapter.words(ids))
 
-    def run_pass(self, state: StreamState, piece: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
-        """[n, E] final hidden states of the pass `piece` over `embeds` [n, E], in `state`; see `StreamAdapter.run`."""
-        state.begin_pass(piece)
-        hidden = self.seam.run(state, embeds, "hidden" in self.kv.needs, **how)
+    def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
+        """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamAdapter.run`."""
+        state.begin_pass(stream_pass)
+        hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
         state.end_pass()
         return hidden
 
@@ -304,20 +308,22 @@ class StreamRunner:
         `weigh`: its evidence will be asked for. Raises `ModelError`, before anything is run, where the model has no
         position left for an answer, and `Ended` when the deadline comes before the first token.
         """
-        info, state, seam, places = self.info, self.state, self.seam, self.stream.places
+        info, state, adapter, places = self.info, self.state, self.adapter, self.stream.places
         deadline = Deadline() if deadline is None else deadline
         meter = Meter(started=time.perf_counter())
-        (ids, (begin, end)), waiting = seam.tail(question), state.waiting()
+        (ids, (begin, end)), waiting = adapter.tail(question), state.waiting()
         pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
         before = pending + info.marks.shape[0]
         rows, words = before + ids.numel(), (before + begin, before + end)
-        piece = StreamPass(kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh)
+        stream_pass = StreamPass(
+            kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh
+        )
         if info.timed and not isinstance(state, FrameState):
             # Those of the units that the memory has not taken in yet.
             times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
             times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
             places.told(state.units(), times)
-        units, own = state.shown(piece)
+        units, own = state.shown(stream_pass)
         last, taken = places.ends(units, pending, rows, own)
         if not places.admits(units, pending, rows, own):
             raise ModelError(
@@ -326,20 +332,22 @@ class StreamRunner:
                 "a kv that keeps less."
             )
         left = places.limit - 1 - last
-        piece = replace(piece, room=min(room, left))  # memory is taken for no more than there are positions
+        stream_pass = replace(
+            stream_pass, room=min(room, left)
+        )  # memory is taken for no more than there are positions
         deadline.check()
         evidence = state.evidence
         if isinstance(state, FrameState):
             state, evidence = self._picked(state, deadline)
-        parts = [info.marks, seam.words(ids)]
+        parts = [info.marks, adapter.words(ids)]
         if info.pending is not None:
-            parts.insert(0, seam.features(filled(info.pending, seam.pace), info.size)[0][0])
+            parts.insert(0, adapter.features(filled(info.pending, adapter.pace), info.size)[0][0])
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
         shown = (lambda: self._shown(evidence())) if weigh else tuple
         runner = QuestionRunner(self, state, deadline, ids, left, meter, shown)
         with state.question_scope():
-            runner.prefill({"piece": piece, "embeds": torch.cat(parts)})
+            runner.prefill({"stream_pass": stream_pass, "embeds": torch.cat(parts)})
             meter.prompt_tokens = runner.length()
             yield runner
 
@@ -354,7 +362,7 @@ class StreamRunner:
             some = picked[at : at + self._step]
             # Each clip of the stream may have had a size of its own.
             alike = itertools.groupby((one for _, one in some), _size)
-            runs = [self.seam.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
+            runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
             times = [info.shown(number, 1)[0] for number, _ in some]
             self._units(fresh, torch.cat(runs), times)
         return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}

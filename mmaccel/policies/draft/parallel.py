@@ -104,7 +104,7 @@ class Parallel(PeerStrategy):
             )
 
     @property
-    def lookback(self) -> int:
+    def max_rollback(self) -> int:
         return (self.window or self.most) + 1
 
     def check(self, target: ModelView) -> None:

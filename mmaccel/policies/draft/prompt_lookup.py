@@ -37,7 +37,7 @@ class PromptLookup(DraftStrategy):
         check_least(self, 1, "window", "ngram")
 
     @property
-    def lookback(self) -> int:
+    def max_rollback(self) -> int:
         return self.window + 1
 
     def open(self, target: ModelView) -> DraftState:

@@ -39,7 +39,7 @@ class Sequential(PeerStrategy):
         check_least(self, 1, "window")
 
     @property
-    def lookback(self) -> int:
+    def max_rollback(self) -> int:
         return self.window + 1
 
     def open(self, target: ModelView) -> DraftState:

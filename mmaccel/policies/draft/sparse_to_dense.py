@@ -49,7 +49,7 @@ class SparseToDense(DraftStrategy):
             )
 
     @property
-    def lookback(self) -> int:
+    def max_rollback(self) -> int:
         return self.window + 1
 
     def open(self, target: ModelView) -> DraftState:

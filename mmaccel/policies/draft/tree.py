@@ -54,7 +54,7 @@ class Tree(PeerStrategy):
             )
 
     @property
-    def lookback(self) -> int:
+    def max_rollback(self) -> int:
         return (self.nodes if self.shape == "dynamic" else sum(map(len, STATIC))) + 1
 
     def open(self, target: ModelView) -> DraftState:

@@ -80,14 +80,14 @@ class ArchivedMemory(StreamMemory):
     def fit(self, first: int, count: int) -> int:
         return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
 
-    def begin_pass(self, piece: StreamPass) -> None:
-        if piece.kind == "question":
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        if stream_pass.kind == "question":
             self._found = {}
             self._questions += 1
             self.idle()
-            begin, end = words_of(piece)
+            begin, end = words_of(stream_pass)
             self._numbers[0].fill_(end - begin)
-        elif piece.kind == "units":
+        elif stream_pass.kind == "units":
             self._encoded, self._encodes = [], False
             if self.encode_budget and self._first:
                 # A pass retrieves from the clusters of all that came before, wherever calls of `watch` and questions lie.
@@ -97,9 +97,9 @@ class ArchivedMemory(StreamMemory):
                 self._encodes = len(self.index.prepare(self._first).entries) > 0
             if self._encodes:
                 self.prefetcher.begin(self._first)
-                if piece.look is not None and self.index.by_look:
-                    self.index.by(piece.look.mean(0))
-        super().begin_pass(piece)
+                if stream_pass.look is not None and self.index.by_look:
+                    self.index.by(stream_pass.look.mean(0))
+        super().begin_pass(stream_pass)
 
     def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
         if not self._encodes:
@@ -117,15 +117,15 @@ class ArchivedMemory(StreamMemory):
         self.rope.apply_(rows[:1], self.rope.angles(where))
         return [(rows[:1], rows[1:])]
 
-    def _move(self, piece: StreamPass) -> None:
+    def _move(self, stream_pass: StreamPass) -> None:
         encoded, self._encoded = self._encoded, []
         if encoded:
             self.prefetcher.tally()
         retrieved = torch.stack(encoded) if encoded else None
-        self.index.arrived(piece.look, list(self._new.values()), retrieved)
+        self.index.arrived(stream_pass.look, list(self._new.values()), retrieved)
         # Until passes retrieve, the host clusters what came before while the device still computes this one.
         self.index.digest(keep=1)
-        super()._move(piece)
+        super()._move(stream_pass)
 
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         lost = self.store.put(layer, range(first, first + count), key, value)
@@ -158,10 +158,10 @@ class ArchivedMemory(StreamMemory):
             numbers[1 : 1 + len(sent)] = on_device(sent, self.device)
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
-        piece, self._entering = self._piece, None
-        if piece is None or piece.kind != "question":
+        stream_pass, self._entering = self._stream_pass, None
+        if stream_pass is None or stream_pass.kind != "question":
             return
-        begin, end = words_of(piece)
+        begin, end = words_of(stream_pass)
         if layer == 0 and self.index.by_look:
             self.index.by(hidden[0, begin:end].float().mean(0))
         if self.prefetch == "projected" and self._first:
@@ -170,16 +170,17 @@ class ArchivedMemory(StreamMemory):
     def _most(self) -> int:
         return self.budget + super()._most()
 
-    def _gather(self, layer: int, query: Tensor, piece: StreamPass) -> Asked:
-        if piece.kind == "proxy":
-            return super()._gather(layer, query, piece)
-        found, entries, code, ahead, few, name = self._choose(layer, query[0, :, slice(*words_of(piece))])
+    def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> Asked:
+        if stream_pass.kind == "proxy":
+            return super()._gather(layer, query, stream_pass)
+        asking = query[0, :, slice(*words_of(stream_pass))]
+        found, entries, code, ahead, few, name = self._choose(layer, asking)
         self._found[layer] = found
         recalled = len(found.entries)
         self._recalled += recalled
         unit, ring = self.stream.unit, self._rings[layer]
         columns = few + len(entries) * unit
-        asked, raw = self._space(layer, columns, columns + piece.rows + piece.room)
+        asked, raw = self._space(layer, columns, columns + stream_pass.rows + stream_pass.room)
         out = raw[:, :, few:]
         ready = None
         if self._first:

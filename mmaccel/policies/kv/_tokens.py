@@ -91,23 +91,25 @@ class TokenMemory(StreamMemory):
 
     # The way of a pass.
 
-    def begin_pass(self, piece: StreamPass) -> None:
-        super().begin_pass(piece)
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        super().begin_pass(stream_pass)
         # Keys are turned anew for each pass, so that it can be settled pass by pass where they stand.
-        self.compact = self._closed(piece)
-        if piece.kind == "question":
+        self.compact = self._closed(stream_pass)
+        if stream_pass.kind == "question":
             self._seen = {}
 
     def _break_off(self) -> None:
         super()._break_off()
         self._scores.clear()
 
-    def _closed(self, piece: StreamPass) -> bool:
+    def _closed(self, stream_pass: StreamPass) -> bool:
         places, every = self.stream.places, self.bases.every
-        if piece.kind == "units":
-            return self._always or places.slots(piece.first + piece.count) > every
+        if stream_pass.kind == "units":
+            return self._always or places.slots(stream_pass.first + stream_pass.count) > every
         fits = places.slots(self._count) <= every
-        return self._always or not (fits and places.admits(self._count, piece.pending, piece.rows, own=True))
+        return self._always or not (
+            fits and places.admits(self._count, stream_pass.pending, stream_pass.rows, own=True)
+        )
 
     def _most(self) -> int:
         return -(-(self.held() - self._headed) // self.stream.unit)
@@ -115,9 +117,13 @@ class TokenMemory(StreamMemory):
     def fit(self, first: int, count: int) -> int:
         return min(count, self.clip - first % self.clip)
 
-    def _encode(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
+    def _encode(
+        self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor
+    ) -> KVView:
         P = self.stream.unit
-        column = torch.arange(piece.first * P, (piece.first + piece.count) * P, device=key.device)
+        column = torch.arange(
+            stream_pass.first * P, (stream_pass.first + stream_pass.count) * P, device=key.device
+        )
         new, old = Held(key, value, column), self._held[layer]
         whole = new if old is None else old.and_then(new)
         total = whole.column.shape[0]
@@ -129,13 +135,13 @@ class TokenMemory(StreamMemory):
         head_key, head_value = self._head(layer)
         return KVView(torch.cat([head_key, turned], 2), torch.cat([head_value, whole.value], 2), query=query)
 
-    def _gather(self, layer: int, query: Tensor, piece: StreamPass) -> Asked:
+    def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> Asked:
         part: Pair | None = None
         held, seen = self._held[layer], 0
         if held is not None:
             index, begin = None, self._count
-            if piece.kind == "question":
-                index, begin = self._pick(layer, mean_query(query, piece), held)
+            if stream_pass.kind == "question":
+                index, begin = self._pick(layer, mean_query(query, stream_pass), held)
                 self._seen[layer] = (held.column if index is None else held.column[index], begin)
             cos, sin = self._angles(layer, held.column)
             seen = -(-held.column.shape[0] // self.stream.unit)
@@ -144,19 +150,19 @@ class TokenMemory(StreamMemory):
             part = self.rope.apply(held.key, (cos, sin)), held.value
         parts = [self._head(layer), *([] if part is None else [part])]
         base = sum(one.shape[2] for one, _ in parts)
-        length = base + piece.rows + piece.room + MARGIN
+        length = base + stream_pass.rows + stream_pass.room + MARGIN
         key, value = (grow_buffer(None, 2, length, like=one, share=0.0) for one in parts[0])
         for whole, side in zip((key, value), zip(*parts, strict=True), strict=True):
             torch.cat(side, 2, out=whole[:, :, :base])
         return Asked(key, value, base, seen)
 
-    def _move(self, piece: StreamPass) -> None:
-        total, P = piece.first + piece.count, self.stream.unit
+    def _move(self, stream_pass: StreamPass) -> None:
+        total, P = stream_pass.first + stream_pass.count, self.stream.unit
         for layer in range(self.geometry.layers):
             new = self._new.get(layer)
             if new is None:
                 raise ModelError(f"kv: layer {layer} was left out of a pass.")
-            column = torch.arange(piece.first * P, total * P, device=new[0].device)
+            column = torch.arange(stream_pass.first * P, total * P, device=new[0].device)
             old, fresh = self._held[layer], Held(new[0], new[1], column)
             self._held[layer] = fresh if old is None else old.and_then(fresh)
         self._count = self._first = total

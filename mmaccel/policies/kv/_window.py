@@ -119,13 +119,13 @@ class Rope:
     angles of a name are made once until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
-        self.angles, self.apply, self._model = partial(model.angles, dtype=dtype), model.turn, model
+        self.angles, self.apply, self._model = partial(model.angles, dtype=dtype), model.apply_rope, model
         self._kept: dict[Hashable, Angles] = {}
         self.forget = self._kept.clear
 
     def apply_(self, x: Tensor, angles: Angles) -> None:
         """`apply` in place."""
-        self._model.turn_(x, angles)
+        self._model.apply_rope_(x, angles)
 
     def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
         """The angles of `positions()` [n] or [3, n], made when `name` is new."""
@@ -144,18 +144,18 @@ class PassState(StreamState):
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
         self.stream, self.geometry, self.device = stream, geometry, device
         self.rope = Rope(model, stream.dtype)
-        self._piece: StreamPass | None = None
+        self._stream_pass: StreamPass | None = None
         self._new: dict[int, Pair] = {}
         self._headed = self._count = self._extra = self._pending = 0
 
     def _cut(self, columns: int) -> None:
         """Keep the first `columns` columns of each layer, as far as it has them."""
 
-    def begin_pass(self, piece: StreamPass) -> None:
-        self._piece = piece
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        self._stream_pass = stream_pass
         self.rope.forget()
-        if piece.kind == "question":
-            self._pending = piece.pending
+        if stream_pass.kind == "question":
+            self._pending = stream_pass.pending
 
     @torch.no_grad()
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -163,28 +163,28 @@ class PassState(StreamState):
 
     def _appended(self, layer: int) -> tuple[StreamPass, Tensor, Tensor]:
         """The pass, and the raw keys and values that a layer appended."""
-        if self._piece is None or layer not in self._new:
+        if self._stream_pass is None or layer not in self._new:
             raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
-        return self._piece, *self._new[layer]
+        return self._stream_pass, *self._new[layer]
 
     def end_pass(self) -> None:
-        piece = self._piece
-        if piece is None:
+        stream_pass = self._stream_pass
+        if stream_pass is None:
             return
-        if piece.kind == "head":
+        if stream_pass.kind == "head":
             self._headed = self.stream.head
-        elif piece.kind == "units":
-            self._move(piece)
-        elif piece.kind != "proxy":
-            self._extra += piece.rows
+        elif stream_pass.kind == "units":
+            self._move(stream_pass)
+        elif stream_pass.kind != "proxy":
+            self._extra += stream_pass.rows
         self._break_off()
 
-    def _move(self, piece: StreamPass) -> None:
+    def _move(self, stream_pass: StreamPass) -> None:
         """The units of a pass belong to the stream."""
-        self._count += piece.count
+        self._count += stream_pass.count
 
     def _break_off(self) -> None:
-        self._piece = None
+        self._stream_pass = None
         self._new.clear()
 
     def _forget_question(self) -> None:
@@ -212,14 +212,18 @@ class PassState(StreamState):
         self._cut(length)
 
 
-def words_of(piece: StreamPass) -> tuple[int, int]:
+def words_of(stream_pass: StreamPass) -> tuple[int, int]:
     """The rows of a question by which memories are searched."""
-    return piece.words if piece.words[1] > piece.words[0] else (piece.pending, piece.rows)
+    return (
+        stream_pass.words
+        if stream_pass.words[1] > stream_pass.words[0]
+        else (stream_pass.pending, stream_pass.rows)
+    )
 
 
-def mean_query(query: Tensor, piece: StreamPass) -> Tensor:
+def mean_query(query: Tensor, stream_pass: StreamPass) -> Tensor:
     """[H, D] float32: the mean of the raw queries [1, H, n, D] of the question's words, or of all its rows."""
-    begin, end = words_of(piece)
+    begin, end = words_of(stream_pass)
     return query[0, :, begin:end].float().mean(1)
 
 
@@ -261,10 +265,10 @@ class Rows:
         self._first = self._count = 0
         self._kept = True
 
-    def begin(self, piece: StreamPass) -> None:
+    def begin(self, stream_pass: StreamPass) -> None:
         """A question comes."""
-        self._rows, self._first, self._count = {}, words_of(piece)[0], piece.rows
-        self._kept = piece.weigh
+        self._rows, self._first, self._count = {}, words_of(stream_pass)[0], stream_pass.rows
+        self._kept = stream_pass.weigh
 
     def at(self, layer: int, query: Tensor, slot: CacheSlot, turned: bool) -> None:
         """Queries [1, H, n, D] of all its rows at a layer, and where they sit; not `turned` ones stay as they are until

@@ -87,30 +87,32 @@ class StreamMemory(PassState):
 
     # The way of a pass.
 
-    def begin_pass(self, piece: StreamPass) -> None:
-        super().begin_pass(piece)
-        if piece.kind == "units":
-            if (base := self.bases.of(piece.first)) != self._base:
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        super().begin_pass(stream_pass)
+        if stream_pass.kind == "units":
+            if (base := self.bases.of(stream_pass.first)) != self._base:
                 self._base = base
                 self._turn_rings()
-        elif piece.kind != "answer":
-            self.compact = self._closed(piece)
-        if piece.kind == "question":
+        elif stream_pass.kind != "answer":
+            self.compact = self._closed(stream_pass)
+        if stream_pass.kind == "question":
             self._looks = {}
-            self._rows.begin(piece)
+            self._rows.begin(stream_pass)
 
     def set_query_fields(self, policy: Any) -> None:
         if "local" in policy.query_time_fields:
             self.local = self.stream.units(policy.local)
 
-    def _closed(self, piece: StreamPass) -> bool:
-        """Whether units are closed up for `piece`, as the fields say or because their own places leave it no positions."""
+    def _closed(self, stream_pass: StreamPass) -> bool:
+        """Whether units are closed up for this pass, as the fields say or because their own places leave it no positions."""
         places = self.stream.places
         fits = places.slots(self._count) < self.bases.reach
-        return self._always or not (fits and places.admits(self._count, piece.pending, piece.rows, own=True))
+        return self._always or not (
+            fits and places.admits(self._count, stream_pass.pending, stream_pass.rows, own=True)
+        )
 
-    def shown(self, piece: StreamPass) -> tuple[int, bool]:
-        closed = self._closed(piece)
+    def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
+        closed = self._closed(stream_pass)
         return (min(self._count, self._most()) if closed else self._count), not closed
 
     def _most(self) -> int:
@@ -119,16 +121,16 @@ class StreamMemory(PassState):
 
     @torch.no_grad()
     def view(self, layer: int, query: Tensor) -> KVView:
-        piece, key, value = self._appended(layer)
-        if piece.kind == "head":
+        stream_pass, key, value = self._appended(layer)
+        if stream_pass.kind == "head":
             angles = self.rope.at("head", self.stream.places.head)
             self._fresh[layer] = self.rope.apply(key, angles)
             return KVView(self._fresh[layer], value, query=self.rope.apply(query, angles))
-        show = self._encode if piece.kind == "units" else self._answer
-        return show(layer, query, piece, key, value)
+        show = self._encode if stream_pass.kind == "units" else self._answer
+        return show(layer, query, stream_pass, key, value)
 
     def end_pass(self) -> None:
-        kind = None if self._piece is None else self._piece.kind
+        kind = None if self._stream_pass is None else self._stream_pass.kind
         if kind == "head":
             for layer, (key, value) in self._new.items():
                 self._heads[layer] = Ring(key, self._fresh[layer], value)
@@ -150,10 +152,12 @@ class StreamMemory(PassState):
     def fit(self, first: int, count: int) -> int:
         return self.bases.same(first, count)
 
-    def _encode(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
+    def _encode(
+        self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor
+    ) -> KVView:
         """What new units see: the head, what is retrieved for them, and the window, their own columns in it."""
         places, ring = self.stream.places, self._rings[layer]
-        angles = self.rope.at("units", lambda: places.own(piece.first, piece.count, self._base))
+        angles = self.rope.at("units", lambda: places.own(stream_pass.first, stream_pass.count, self._base))
         turned = self._fresh[layer] = self.rope.apply(key, angles)
         sinks = [self._head(layer), *self._retrieved(layer, query)]
         parts = [*sinks, *([(ring.turned, ring.value)] if ring else []), (turned, value)]
@@ -163,48 +167,53 @@ class StreamMemory(PassState):
 
     @torch.no_grad()
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        piece = self._piece
-        if piece is None or piece.kind not in ("question", "answer"):
+        stream_pass = self._stream_pass
+        if stream_pass is None or stream_pass.kind not in ("question", "answer"):
             return None
-        slot = self._slot(layer, query, piece)
-        if piece.kind == "question":
+        slot = self._slot(layer, query, stream_pass)
+        if stream_pass.kind == "question":
             self._rows.at(layer, query, slot, turned=False)
         return slot
 
-    def _slot(self, layer: int, query: Tensor, piece: StreamPass) -> CacheSlot:
+    def _slot(self, layer: int, query: Tensor, stream_pass: StreamPass) -> CacheSlot:
         if layer not in self._asked:
-            self._asked[layer] = self._gather(layer, query, piece)
+            self._asked[layer] = self._gather(layer, query, stream_pass)
         asked = self._asked[layer]
-        extra, seen = 0 if piece.kind == "proxy" else self._extra, asked.seen if self.compact else self._count
-        angles = self.rope.at(
-            ("tail", seen, extra, piece.rows),
-            lambda: self.stream.places.after(seen, self._pending, extra, piece.rows, not self.compact),
+        extra, seen = (
+            0 if stream_pass.kind == "proxy" else self._extra,
+            asked.seen if self.compact else self._count,
         )
-        start, end = asked.base + extra, asked.base + extra + max(piece.rows, MARGIN)
+        angles = self.rope.at(
+            ("tail", seen, extra, stream_pass.rows),
+            lambda: self.stream.places.after(seen, self._pending, extra, stream_pass.rows, not self.compact),
+        )
+        start, end = asked.base + extra, asked.base + extra + max(stream_pass.rows, MARGIN)
         asked.key, asked.value = (grow_buffer(x, 2, end, used=start) for x in (asked.key, asked.value))
         return CacheSlot(asked.key, asked.value, start, angles, asked.bias)
 
-    def _answer(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
-        slot = self._slot(layer, query, piece)
-        own = slice(slot.column, slot.column + piece.rows)
+    def _answer(
+        self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor
+    ) -> KVView:
+        slot = self._slot(layer, query, stream_pass)
+        own = slice(slot.column, slot.column + stream_pass.rows)
         slot.key[:, :, own], slot.value[:, :, own] = key, value
         self.rope.apply_(slot.key[:, :, own], slot.angles)
         query = query.contiguous()
         self.rope.apply_(query, slot.angles)
-        if piece.kind == "question":
+        if stream_pass.kind == "question":
             self._rows.at(layer, query, slot, turned=True)
         return KVView(slot.key[:, :, : own.stop], slot.value[:, :, : own.stop], query=query, bias=slot.bias)
 
-    def _gather(self, layer: int, query: Tensor, piece: StreamPass) -> Asked:
-        """What the question of `piece`, with raw queries [1, H, n, D], sees at a layer before its own columns."""
+    def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> Asked:
+        """What the question of `stream_pass`, with raw queries [1, H, n, D], sees at a layer before its own columns."""
         begin, numbers = self._first, None
-        if piece.kind == "question":
+        if stream_pass.kind == "question":
             begin = max(self._count - self.local, self._first)
-            numbers = self._recall(layer, mean_query(query, piece), begin)
+            numbers = self._recall(layer, mean_query(query, stream_pass), begin)
             self._looks[layer] = torch.zeros(0, dtype=torch.long) if numbers is None else numbers, begin
         count = self._count - begin + (0 if numbers is None else len(numbers))
         columns = count * self.stream.unit
-        asked, raw = self._space(layer, columns, columns + piece.rows + piece.room)
+        asked, raw = self._space(layer, columns, columns + stream_pass.rows + stream_pass.room)
         if numbers is not None and len(numbers):
             self._bring(layer, numbers, begin, raw)
         else:
@@ -248,9 +257,9 @@ class StreamMemory(PassState):
             raise ModelError("kv: the stream has no head yet; run it first.")
         return head.turned, head.value
 
-    def _move(self, piece: StreamPass) -> None:
+    def _move(self, stream_pass: StreamPass) -> None:
         """New units into the window; what is beyond it leaves."""
-        total = piece.first + piece.count
+        total = stream_pass.first + stream_pass.count
         first = max(self._first, total - self.window)
         leaving = first - self._first
         for layer, old in enumerate(self._rings):

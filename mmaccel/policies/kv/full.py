@@ -33,7 +33,7 @@ class Full(StreamPolicy):
 
     exact: ClassVar[bool] = True
     sequences: ClassVar[bool] = True
-    admits_sparse: ClassVar[bool] = True
+    allows_sparse: ClassVar[bool] = True
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return FullState(geometry.layers)
@@ -200,16 +200,16 @@ class WholeStream(PassState):
         return KVView(key, value, query=self.rope.apply(query, angles))
 
     def _places(self) -> Tensor:
-        piece, places = self._piece, self.stream.places
-        assert piece is not None
-        if piece.kind == "head":
+        stream_pass, places = self._stream_pass, self.stream.places
+        assert stream_pass is not None
+        if stream_pass.kind == "head":
             return places.head()
-        if piece.kind == "units":
-            return places.own(piece.first, piece.count)
-        return places.after(self._count, self._pending, self._extra, piece.rows, own=True)
+        if stream_pass.kind == "units":
+            return places.own(stream_pass.first, stream_pass.count)
+        return places.after(self._count, self._pending, self._extra, stream_pass.rows, own=True)
 
     def end_pass(self) -> None:
-        proxy = self._piece is not None and self._piece.kind == "proxy"
+        proxy = self._stream_pass is not None and self._stream_pass.kind == "proxy"
         super().end_pass()
         if proxy:
             self._cut(self.length())

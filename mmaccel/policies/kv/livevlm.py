@@ -75,19 +75,21 @@ class LiveMemory(TokenMemory):
         """Units that stay whole."""
         return self.stream.units(self.policy.recent)
 
-    def _encode(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
-        view = super()._encode(layer, query, piece, key, value)
+    def _encode(
+        self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor
+    ) -> KVView:
+        view = super()._encode(layer, query, stream_pass, key, value)
         old = view.key.shape[2] - self.stream.head - self.recent * self.stream.unit
         # The pass ends a clip, and more tokens are old than the budget allows.
-        if (piece.first + piece.count) % self.clip == 0 and old > self.budget:
+        if (stream_pass.first + stream_pass.count) % self.clip == 0 and old > self.budget:
             probes = min(self.policy.probes or self.stream.unit, self.stream.unit)
             assert view.query is not None
             share = attended(view.query[:, :, -probes:], view.key)
             self._scores[layer] = share[self.stream.head :]
         return view
 
-    def _move(self, piece: StreamPass) -> None:
-        super()._move(piece)
+    def _move(self, stream_pass: StreamPass) -> None:
+        super()._move(stream_pass)
         for layer, share in self._scores.items():
             held = self._held[layer]
             assert held is not None

@@ -86,7 +86,7 @@ class _Frames(FrameState):
         chosen = [i * last // (count - 1) for i in range(count)] if count > 1 else [last] * count
         return [(numbers[i], self._held[numbers[i]]) for i in chosen]
 
-    def shown(self, piece: StreamPass) -> tuple[int, bool]:
+    def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
         return min(self.budget, len(self._held)), False
 
     def fresh(self) -> StreamState:

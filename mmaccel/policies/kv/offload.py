@@ -51,13 +51,13 @@ class OffloadStream(WholeStream):
         self._turns: list[Pair | None] = [None] * geometry.layers
 
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
-        piece, head = self._piece, self._heads[layer]
+        stream_pass, head = self._stream_pass, self._heads[layer]
         if head is None:
             self._heads[layer] = key, value
             return key, value
         past = self.store.fetch(layer, range(self._count))
-        if piece is not None and piece.kind == "units":
-            self.store.put(layer, range(piece.first, piece.first + piece.count), key, value)
+        if stream_pass is not None and stream_pass.kind == "units":
+            self.store.put(layer, range(stream_pass.first, stream_pass.first + stream_pass.count), key, value)
         else:
             end, old = self._extra + key.shape[2], self._turns[layer] or (None, None)
             held_key = grow_buffer(old[0], 2, end, like=key, used=self._extra)
@@ -67,10 +67,10 @@ class OffloadStream(WholeStream):
             key, value = held_key[:, :, :end], held_value[:, :, :end]
         return torch.cat([head[0], past[0][None], key], 2), torch.cat([head[1], past[1][None], value], 2)
 
-    def begin_pass(self, piece: StreamPass) -> None:
-        super().begin_pass(piece)
-        if piece.kind == "units":
-            self.store.reserve(piece.count)
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        super().begin_pass(stream_pass)
+        if stream_pass.kind == "units":
+            self.store.reserve(stream_pass.count)
 
     def _cut(self, columns: int) -> None:
         if columns < self.stream.head:

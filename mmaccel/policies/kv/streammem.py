@@ -105,10 +105,12 @@ class ProxyMemory(TokenMemory):
             self._facts["chosen"] = self._count
             self._facts["whole"] = self._count if all(chosen) else self._facts["whole"]
 
-    def _answer(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
-        view = super()._answer(layer, query, piece, key, value)
+    def _answer(
+        self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor
+    ) -> KVView:
+        view = super()._answer(layer, query, stream_pass, key, value)
         held = self._held[layer]
-        if piece.kind == "proxy" and held is not None:
+        if stream_pass.kind == "proxy" and held is not None:
             assert view.query is not None
             head = self.stream.head
             self._scores[layer] = attended(view.query, view.key)[head : head + held.column.shape[0]]

@@ -45,7 +45,7 @@ class Window(StreamPolicy):
             check_least(self, least, field)
 
     @property
-    def reach(self) -> int | None:
+    def rollback_limit(self) -> int | None:
         return self.margin
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:

@@ -11,7 +11,7 @@ from tests.core.toy import Meter, ToyRunner, alone, bigram, prompt, view
 
 def test_off_decodes_one_token_a_step() -> None:
     rule = bigram(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))
-    assert not Off().active and Off().lookback == 0
+    assert not Off().active and Off().max_rollback == 0
     draft, said, target, meter = Off().open(view(rule, 5)), prompt([2]), ToyRunner(rule), Meter()
     draft.begin(said)
     ids = speculate(

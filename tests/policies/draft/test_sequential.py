@@ -243,5 +243,5 @@ def test_a_closed_draft_says_so() -> None:
 
 
 def test_lookback_covers_a_whole_window() -> None:
-    assert Sequential(model=nn.Linear(1, 1), window=7).lookback == 8
+    assert Sequential(model=nn.Linear(1, 1), window=7).max_rollback == 8
     assert "rollback" in Sequential.needs

@@ -10,7 +10,7 @@ from tests.policies.kv.memory import open_state
 
 
 def test_it_is_exact_and_reaches_back_to_the_start() -> None:
-    assert Full().exact and Full().reach is None and Full().admits_sparse
+    assert Full().exact and Full().rollback_limit is None and Full().allows_sparse
 
 
 def test_a_view_is_a_slice_of_the_buffer() -> None:

@@ -29,7 +29,7 @@ def test_a_policy_is_a_frozen_record_that_declares_itself(name: str) -> None:
     made = policy(name)
     assert made.name == name and type(made).__doc__
     assert isinstance(made.exact, bool) and isinstance(made.needs, frozenset)
-    assert isinstance(made.admits_sparse, bool)
+    assert isinstance(made.allows_sparse, bool)
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.name = "other"  # type: ignore[misc]
     with pytest.raises(RecipeError):

@@ -28,7 +28,7 @@ class Machine(RuleBasedStateMachine):
         self.sequences: list[list[int]] = [[] for _ in range(batch)]
         self.serial = self.last = self.high = 0
         self.runs = [0] * LAYERS
-        self.turn: Any = None
+        self.apply_rope: Any = None
 
     @property
     def length(self) -> int:
@@ -38,7 +38,7 @@ class Machine(RuleBasedStateMachine):
         """One run; `high` is the longest memory a run began with, which is when the window lets go of columns."""
         new = [[self.serial + b * count + i for i in range(count)] for b in range(len(self.sequences))]
         self.serial += count * len(new)
-        if self.turn is None:
+        if self.apply_rope is None:
             self.high = max(self.high, self.length)
         for sequence, more in zip(self.sequences, new, strict=True):
             sequence.extend(more)
@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
             view = self.state.view(layer, torch.empty(len(new), 4, count, 4))
             expected = [visible(sequence, count, self.sinks, self.window) for sequence in self.sequences]
             assert seen(view, layer, count, self.length) == expected
-            self.runs[layer] = count if self.turn is None else max(count, self.runs[layer])
+            self.runs[layer] = count if self.apply_rope is None else max(count, self.runs[layer])
         self.last = count
 
     def columns(self) -> set[int]:
@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
 
     def own_run(self) -> bool:
         """Whether the last run is not of the time before an open question, which must leave that time alone."""
-        return self.turn is None or self.length - self.last >= self.asked
+        return self.apply_rope is None or self.length - self.last >= self.asked
 
     def forget(self, length: int) -> None:
         for sequence in self.sequences:
@@ -96,14 +96,14 @@ class Machine(RuleBasedStateMachine):
             sequence[len(sequence) - self.last :] = [tail[i] for i in path]
         self.last = len(path)
 
-    @precondition(lambda self: self.turn is None)
+    @precondition(lambda self: self.apply_rope is None)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         length = data.draw(st.integers(max(0, self.length - 20), self.length))
         # Possible exactly when nothing the next query sees has gone, and surely within the margin.
         needed = visible([*range(length), -1], 1, self.sinks, self.window)[0][:-1]
         possible = length == self.length or set(needed) <= self.columns()
-        assert possible or (self.policy.reach is not None and length < self.high - self.margin)
+        assert possible or (self.policy.rollback_limit is not None and length < self.high - self.margin)
         if possible:
             self.state.truncate(length)
             self.last = max(0, self.last - (self.length - length))
@@ -120,24 +120,24 @@ class Machine(RuleBasedStateMachine):
         self.state.reorder(torch.tensor(rows))
         self.sequences = [list(self.sequences[row]) for row in rows]
 
-    @precondition(lambda self: self.turn is None)
+    @precondition(lambda self: self.apply_rope is None)
     @rule()
     def reset(self) -> None:
         self.state.reset()
         self.begin(len(self.sequences))
 
-    @precondition(lambda self: self.turn is None)
+    @precondition(lambda self: self.apply_rope is None)
     @rule()
     def ask(self) -> None:
-        self.turn = self.state.question_scope()
-        self.turn.__enter__()
+        self.apply_rope = self.state.question_scope()
+        self.apply_rope.__enter__()
         self.asked = self.length
 
-    @precondition(lambda self: self.turn is not None)
+    @precondition(lambda self: self.apply_rope is not None)
     @rule()
     def answered(self) -> None:
-        self.turn.__exit__(None, None, None)
-        self.turn = None
+        self.apply_rope.__exit__(None, None, None)
+        self.apply_rope = None
         self.last = max(0, self.last - (self.length - self.asked))
         self.forget(self.asked)
 
@@ -166,7 +166,7 @@ class WindowMachine(Machine):
 
     def bound(self) -> None:
         # A question may grow beyond it; it is dropped as a whole.
-        if self.turn is None:
+        if self.apply_rope is None:
             assert self.state.held() <= self.sinks + self.window + self.margin + max(self.runs)
 
 

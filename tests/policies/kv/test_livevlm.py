@@ -150,8 +150,8 @@ def test_a_pass_sees_the_head_and_all_that_is_held_at_true_places() -> None:
 
 def asked(state: TokenMemory, rows: int = 5) -> tuple[list[Tensor], list[Tensor]]:
     """Keys and queries of a question at each layer."""
-    piece = StreamPass(kind="question", rows=rows, words=(1, 4), room=2)
-    views = run(state, piece, lambda layer: words(layer, rows, 7))
+    stream_pass = StreamPass(kind="question", rows=rows, words=(1, 4), room=2)
+    views = run(state, stream_pass, lambda layer: words(layer, rows, 7))
     return [view.key for view in views], [view.query for view in views if view.query is not None]
 
 

@@ -111,7 +111,7 @@ def test_a_question_reads_nothing_and_launches_little(name: str, monkeypatch: py
     monkeypatch.setattr(torch.Tensor, "tolist", no_lists)
     with driven.state.question_scope():
         with Counted(monkeypatch) as counted:
-            driven.run(driven.piece(), lambda layer: made[layer][0], lambda layer: made[layer][1])
+            driven.run(driven.stream_pass(), lambda layer: made[layer][0], lambda layer: made[layer][1])
         monkeypatch.undo()
         evidence = driven.state.evidence()
     assert len(evidence) >= 10

@@ -173,14 +173,14 @@ def test_what_is_encoded_saw_the_head_and_the_window_and_nothing_else(name: str)
     frames, window = film(14), 4
     outs: list[Tensor] = []
     with open_session(name, {"name": "rekv", "window": window, "frames": 2}) as session:
-        seam: Any = session._seam
-        run = seam.run
+        stream_adapter: Any = session._stream_adapter
+        run = stream_adapter.run
 
         def kept(state: Any, embeds: Tensor, hidden: bool = False) -> Tensor:
             outs.append(run(state, embeds, hidden))
             return outs[-1]
 
-        seam.run = kept
+        stream_adapter.run = kept
         for part in frames.split([4, 2, 8]):
             session.watch(part, fps=FPS)
         live = session._live

@@ -54,9 +54,9 @@ def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, pace: int = 
     return state
 
 
-def run(state: TokenMemory, piece: StreamPass, rows: Any) -> list[KVView]:
+def run(state: TokenMemory, stream_pass: StreamPass, rows: Any) -> list[KVView]:
     """One pass: the views of all layers."""
-    state.begin_pass(piece)
+    state.begin_pass(stream_pass)
     views = []
     for layer in range(LAYERS):
         query, key, value = rows(layer)
@@ -101,7 +101,7 @@ def words(layer: int, rows: int, name: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    return WHEEL.turn(x, WHEEL.angles(positions, x.dtype))
+    return WHEEL.apply_rope(x, WHEEL.angles(positions, x.dtype))
 
 
 def share(query: Tensor, key: Tensor) -> list[float]:

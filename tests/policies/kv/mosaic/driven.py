@@ -30,8 +30,8 @@ class Looking(Wheel):
     """A model that turns, and whose layers' queries are all alike a fixed map of what enters them."""
 
     def query(self, layer: int, rows: Tensor) -> Tensor:
-        turn = torch.eye(HIDDEN, HEADS * SIZE, dtype=rows.dtype) + 0.1 * layer
-        return (rows @ turn).view(1, -1, HEADS, SIZE).transpose(1, 2)
+        apply_rope = torch.eye(HIDDEN, HEADS * SIZE, dtype=rows.dtype) + 0.1 * layer
+        return (rows @ apply_rope).view(1, -1, HEADS, SIZE).transpose(1, 2)
 
 
 WHEEL = Looking()
@@ -99,8 +99,8 @@ class Driven:
         shake = torch.stack([torch.randn(HIDDEN, generator=one, dtype=torch.float64) for one in g])
         return (self.kind_looks[self.scenes[first : first + count]] + 0.2 * shake).to(torch.float32)
 
-    def run(self, piece: StreamPass, rows: Any, hidden: Any = None) -> list[KVView]:
-        self.state.begin_pass(piece)
+    def run(self, stream_pass: StreamPass, rows: Any, hidden: Any = None) -> list[KVView]:
+        self.state.begin_pass(stream_pass)
         views = []
         for layer in range(LAYERS):
             query, key, value = rows(layer)
@@ -117,16 +117,18 @@ class Driven:
         while self.state.units() < end:
             first = self.state.units()
             n = self.state.fit(first, min(step, end - first))
-            piece = StreamPass(kind="units", rows=n * TOKENS, first=first, count=n, look=self.looks(first, n))
+            stream_pass = StreamPass(
+                kind="units", rows=n * TOKENS, first=first, count=n, look=self.looks(first, n)
+            )
 
             def rows(layer: int, first: int = first, n: int = n) -> list[Tensor]:
                 made = [self.unit(layer, unit) for unit in range(first, first + n)]
                 return [torch.cat(side, 2) for side in zip(*made, strict=True)]
 
-            out.append(torch.stack([attend(view, n * TOKENS) for view in self.run(piece, rows)]))
+            out.append(torch.stack([attend(view, n * TOKENS) for view in self.run(stream_pass, rows)]))
         return out
 
-    def piece(self, rows: int = 4) -> StreamPass:
+    def stream_pass(self, rows: int = 4) -> StreamPass:
         return StreamPass(kind="question", rows=rows, words=(1, rows), room=2)
 
     def question(self, name: int = 0, rows: int = 4) -> Any:
@@ -147,7 +149,7 @@ class Driven:
         """[L, H, rows (+ 1), D]: what the rows of a question, and one of its answer, get from attention."""
 
         with self.state.question_scope():
-            views = self.run(self.piece(rows), self.question(name, rows), self.hidden(name))
+            views = self.run(self.stream_pass(rows), self.question(name, rows), self.hidden(name))
             out = torch.stack([attend(view, rows) for view in views])
             self.seen, self.evidence = views, self.state.evidence()
             if answer:

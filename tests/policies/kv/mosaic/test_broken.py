@@ -21,7 +21,7 @@ def test_a_broken_question_loses_nothing() -> None:
         return driven.question(2)(layer)
 
     with pytest.raises(KeyboardInterrupt), driven.state.question_scope():
-        driven.run(driven.piece(), breaks, driven.hidden(2))
+        driven.run(driven.stream_pass(), breaks, driven.hidden(2))
     for _ in range(4):
         driven.ask(2)
     assert torch.equal(driven.ask(2), driven.ask(2))
@@ -79,7 +79,7 @@ def test_a_broken_clip_is_taken_back(units: int) -> None:
     broken.watch(units)
     mark = broken.state.checkpoint()
     broken.watch(45)
-    broken.state.begin_pass(broken.piece())
+    broken.state.begin_pass(broken.stream_pass())
     broken.state.restore(mark)
     assert broken.state.units() == units
     alone.watch(units)

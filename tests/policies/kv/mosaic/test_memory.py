@@ -234,7 +234,7 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
             columns = slice(HEAD + at * TOKENS, HEAD + (at + 1) * TOKENS)
             _, key, value = driven.unit(layer, unit)
             angles = WHEEL.angles(state.stream.places.units(numbers[unit], 1), driven.dtype)
-            assert torch.equal(view.key[:, :, columns], WHEEL.turn(key, angles))
+            assert torch.equal(view.key[:, :, columns], WHEEL.apply_rope(key, angles))
             assert torch.equal(view.value[:, :, columns], value)
 
 

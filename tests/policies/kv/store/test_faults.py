@@ -112,7 +112,9 @@ def test_what_was_saved_comes_back_or_is_refused(tmp_path: Path, damage: str) ->
     elif damage == "list":
         index.write_text(json.dumps({**told, "pieces": [*told["pieces"][:-1], {"file": first.name}]}))
     elif damage == "former":
-        pieces = [{**piece, "groups": [5] * len(piece["units"])} for piece in told["pieces"]]
+        pieces = [
+            {**stream_pass, "groups": [5] * len(stream_pass["units"])} for stream_pass in told["pieces"]
+        ]
         index.write_text(json.dumps({**told, "version": 1, "pieces": pieces}))
     other = open_store(8)
     fill(other, [2, 30])

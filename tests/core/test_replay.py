@@ -233,6 +233,22 @@ def test_what_is_compiled_has_lost_by_then_what_compiling_takes(monkeypatch: pyt
     work("large", 0.3, torch.ones(2))
 
 
+def test_what_is_compiled_anew_for_the_same_sizes_has_that_to_lose_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the host knows of a prompt is of a graph too: one for each prompt would be half a minute for each."""
+    counter, whole, graphs = CompileCounterWithBackend("eager"), torch.compile, [0]
+    monkeypatch.delenv(replay.COMPILE, raising=False)
+    monkeypatch.setattr(torch, "compile", lambda plain, **how: whole(plain, backend=counter, **how))
+    torch._dynamo.reset()
+    work = replay.Compiled(torch.mul, warmup_s=1.0)
+    for number in range(40):
+        assert work("one", 0.25, torch.ones(2), number).tolist() == [number] * 2
+        graphs.append(counter.frame_count)
+    assert graphs[3:7] == [0, 1, 2, 2] and graphs[-1] == replay.SIZES and not work.failed
+    torch._dynamo.reset()
+
+
 def test_what_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is missing, a compiler of C++ say; said once."""
     tried: list[Any] = []

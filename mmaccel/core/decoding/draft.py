@@ -241,7 +241,8 @@ def accept(
         q = resize(q, p.shape[-1], 0.0)
     device = p.device if generator is None else generator.device
     u = torch.rand(n, dtype=p.dtype, device=device, generator=generator).to(p.device)
-    count, rest = _judged((p.shape, q is None), JUDGED_S if p.is_cuda else 0.0, drafted, p, q, u)
+    sizes = p.shape, p.dtype, p.device, None if q is None else q.stride()
+    count, rest = _judged(sizes, JUDGED_S if p.is_cuda else 0.0, drafted, p, q, u)
     # A q of NaN would make the draw fail before the fault is told; p stands in, and is never returned.
     last = draw(torch.where(faults.any(), p[0], rest), generator)
     kept, outside, uneven, unlikely = torch.cat([count.view(1), faults]).tolist()

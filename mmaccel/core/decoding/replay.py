@@ -153,7 +153,7 @@ COMPILE = "MMACCEL_COMPILE"
 first call on; else where it pays."""
 
 SIZES = 4
-"""Sizes for which a function is compiled; each is compiled anew, for up to half a minute."""
+"""Times that a function is compiled at most, each for up to half a minute: once for each of its sizes."""
 
 
 class Compiled:
@@ -161,13 +161,14 @@ class Compiled:
 
     It pays for tensors of some sizes when calls of these sizes have lost by now what compiling takes, for want of it. So at
     most twice is spent of what the better choice takes, whatever is to come, and nothing for sizes that do not come again.
-    What cannot be compiled, here or at all, runs as it is written from then on, and one warning says why.
+    Sizes that are compiled anew, for a number that the host has read of a layout, say, have that to lose again. What cannot
+    be compiled, here or at all, runs as it is written from then on, and one warning says why.
     """
 
     def __init__(self, plain: Callable[..., Any], warmup_s: float) -> None:
         """`plain` reads nothing from its tensors; `warmup_s`, the seconds that compiling takes, is a measured figure."""
         self.plain, self.warmup_s, self.failed = plain, warmup_s, False
-        self._lost: dict[Hashable, float] = {}
+        self._graphs, self._lost = 0, dict[Hashable, float]()
         self._paid: set[Hashable] = set()
         self._compiled: Callable[..., Any] | None = None
 
@@ -179,7 +180,14 @@ class Compiled:
         try:
             if self._compiled is None:
                 self._compiled = torch.compile(self.plain, fullgraph=True, dynamic=False)
-            return self._compiled(*args)
+            counted = torch._dynamo.utils.counters["stats"]
+            before = counted["unique_graphs"]
+            made = self._compiled(*args)
+            if counted["unique_graphs"] > before:
+                self._graphs += 1
+                if self._lost.pop(sizes, None) is None:
+                    self._paid.discard(sizes)
+            return made
         except Exception as error:
             self.failed = True
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -193,7 +201,7 @@ class Compiled:
             return False
         if how == "always" or sizes in self._paid:
             return True
-        if gain_s <= 0 or len(self._paid) == SIZES:
+        if gain_s <= 0 or self._graphs >= SIZES:
             return False
         self._lost[sizes] = self._lost.get(sizes, 0.0) + gain_s
         if self._lost[sizes] >= self.warmup_s:

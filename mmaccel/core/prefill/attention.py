@@ -69,7 +69,7 @@ class AttentionConfig:
         costs = None if self.choice is None else self.choice.costs
         gain = 0.0 if costs is None else SAVED * costs.planning(key.shape[0] * key.shape[2])
         compiled = self._compiled.setdefault(id(pattern), Compiled(plan, PLANNER_S))
-        sizes = query.shape, key.shape, query.dtype
+        sizes = query.shape, key.shape, query.dtype, query.device
         made: AttentionPlan | None = compiled(sizes, gain, query, key, value, queries, keys)
         return made
 

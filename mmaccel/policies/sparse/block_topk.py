@@ -100,7 +100,7 @@ class BlockTopK(SparsePattern):
         for begin in range(0, q_row.shape[1], run):
             rows, at = q_row[:, begin : begin + run], region.at[:, begin : begin + run]
             queries = self._tiles(query, rows, size, flip=True)
-            shapes = queries[0].shape, keys[0].shape, query.dtype
+            shapes = self, queries[0].shape, keys[0].shape, query.dtype, query.device
             scores = B * H * queries[0].shape[2] * keys[0].shape[2]
             yield _CHOICE(shapes, scores * GAIN_S if query.is_cuda else 0.0, self, queries, keys, at)
 

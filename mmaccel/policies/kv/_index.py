@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.errors import check_choice
+from mmaccel.core.errors import RecipeError, check_choice
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
@@ -38,13 +38,17 @@ class IndexPolicy(Policy, ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     """What the memory has to ask for; see `StreamPolicy.needs`."""
 
+    opens: ClassVar[type[Index]]
+    """What `Index` says makes it, of this policy."""
+
     similarity: Literal["dot", "cosine"] = "dot"
 
     def __post_init__(self) -> None:
         check_choice(self.name, "similarity", self.similarity, ("dot", "cosine"))
-
-    opens: ClassVar[type[Index]]
-    """What `Index` says makes it, of this policy."""
+        if not hasattr(self, "opens"):
+            raise RecipeError(
+                f"{self.name}: the index opens nothing; set opens, a class variable, to its `Index`."
+            )
 
 
 class Found(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry
+from mmaccel.core.errors import RecipeError
+from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv.rekv import FrameIndex, Frames
 from tests.models.streams import FPS, QUESTION, film, logits, open_session
 
@@ -72,6 +75,15 @@ def test_ties_go_to_the_older_unit_and_forgotten_ones_are_not_found() -> None:
     assert best(2) == [0, 1] and best(9) == list(range(6))
     index.forget([0, 3])
     assert best(2) == [1, 2] and best(9) == [1, 2, 4, 5]
+
+
+def test_an_index_that_opens_nothing_is_told_at_birth() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Bare(IndexPolicy):
+        name = "bare"
+
+    with pytest.raises(RecipeError, match="bare: the index opens nothing; set opens"):
+        Bare()
 
 
 def test_a_planted_frame_is_recalled() -> None:

@@ -11,14 +11,14 @@ import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.clusters import gather_units, grain_of
-from mmaccel.core.errors import ModelError, StoreError, shown
+from mmaccel.core.errors import ModelError, RecipeError, StoreError, check_choice, shown
 from mmaccel.core.files import checkpoint_io, outside
 from mmaccel.policies.kv.store.slabs import (
     SLAB_BYTES,
@@ -62,7 +62,7 @@ class HostStore:
     lanes       what device work is issued through (for tests)
 
     Raises `StoreError` in one sentence when the store is full, closed, or asked for what it does not hold; whatever fails,
-    nothing that was stored before is lost.
+    but for `load`, nothing that was stored before is lost.
     """
 
     def __init__(
@@ -76,6 +76,12 @@ class HostStore:
         slab_bytes: int = SLAB_BYTES,
         lanes: Lanes | None = None,
     ) -> None:
+        for field, number in {**vars(shape), "slab_bytes": slab_bytes}.items():
+            if field != "dtype" and number < 1:
+                raise RecipeError(f"host store: {field} is {number}; give at least 1.")
+        if cap is not None and cap < 0:
+            raise RecipeError(f"host store: cap is {cap} bytes; give at least 0, or None.")
+        check_choice("host store", "spill", spill, get_args(Spill))
         self.shape, self.device, self.spill = shape, torch.device(device), spill
         self.lanes = lanes or Lanes(self.device)
         place, on_cuda = None if folder is None else Path(folder), self.device.type == "cuda"
@@ -224,8 +230,6 @@ class HostStore:
         """[1, 2, G, P, D]: a unit where it lies on the host; read it after `settle`, and before it goes."""
         return self.slabs.entries([self._slot(layer, unit)])[0]
 
-    # The store as a whole.
-
     def nbytes(self) -> int:
         """Bytes held on the device."""
         return self.table.copy.nbytes
@@ -313,8 +317,9 @@ class HostStore:
                             "host with as much as the one it was saved on."
                         )
         except (OSError, KeyError, TypeError, ValueError, IndexError, ModelError) as error:
+            why = str(error)[:200].rstrip(".")
             raise StoreError(
-                f"host store: {folder} is damaged or incomplete ({str(error)[:200]}); save it again."
+                f"host store: {folder} is damaged or incomplete ({why}); save it again."
             ) from error
         finally:
             self._settle_times(0)

@@ -274,6 +274,7 @@ class SlotTable:
     """Which slot each unit of each layer has: `slot` [L, units] on the host, -1 for none, which widens with the numbers of
     units; and a heap of the slots that are `free`."""
 
+    @torch.inference_mode(False)
     def __init__(self, layers: int, device: torch.device) -> None:
         self.slot = np.full((layers, 0), -1, dtype=np.int64)
         self.free: list[int] = []

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.core.errors import StoreError
+from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.policies.kv.store.slabs import Lanes
 
 from .lanes_sim import SimLanes
@@ -288,6 +288,9 @@ def test_wrong_calls_are_told_and_change_nothing() -> None:
     for call in (lambda: store.fetch(0, [0, 9]), lambda: store.entry(0, 9)):
         with pytest.raises(StoreError, match="layer 0 does not hold unit 9"):
             call()
+    for field, value in (("layers", 0), ("slab_bytes", 0), ("cap", -1), ("spill", "sink")):
+        with pytest.raises(RecipeError, match=field):
+            open_store(**{field: value})
     assert store.counters()["units"] == before
     check(store, 0, [1, 0])
 
@@ -320,6 +323,9 @@ def test_a_store_outlives_inference_mode() -> None:
     with torch.inference_mode():
         fill(store, [9])
     check(store, 2, list(range(10)))
+    with torch.inference_mode():
+        empty = open_store(4)
+    assert empty.table.rows().shape == (LAYERS, 0)
 
 
 def test_work_is_done_at_once_without_streams() -> None:

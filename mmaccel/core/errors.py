@@ -101,8 +101,8 @@ def check_least(policy: Any, least: float, *names: str, of: str = "") -> None:
     """Raise `RecipeError` for the first of the fields `names` of a policy that is below `least`; `of`: words behind that."""
     for name in names:
         value, kind = getattr(policy, name), str(policy.__dataclass_fields__[name].type)
-        if value is not None and value < least:
-            null = ", or null" if "None" in kind else ""
+        null = ", or null" if "None" in kind else ""
+        if not null if value is None else value < least:
             raise RecipeError(f"{policy.name}: {name} is {value}; give at least {least}{of}{null}.")
 
 

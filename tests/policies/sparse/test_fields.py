@@ -56,6 +56,12 @@ def test_a_wrong_field_is_told(name: str, fields: dict[str, Any], message: str) 
         registry("sparse").build(name, fields)
 
 
+@pytest.mark.parametrize(("kind", "field"), [(AShape, "sink"), (AShape, "window"), (Grid, "window")])
+def test_a_number_may_not_be_left_out(kind: Any, field: str) -> None:
+    with pytest.raises(RecipeError, match=f"{field} is None; give at least "):
+        kind(**{field: None})
+
+
 def test_patterns_of_a_boundary_as_a_recipe_writes_them() -> None:
     fields = dict(
         block=32, default="grid", pairs={"video>text": {"name": "a_shape", "sink": 0}, "text>video": None}

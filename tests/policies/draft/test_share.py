@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.errors import RecipeError
 from mmaccel.policies.draft import Parallel
 from mmaccel.policies.draft._window_model import Pace, Shares
@@ -70,6 +72,15 @@ def test_a_way_that_is_never_ready_gains_nothing() -> None:
         pace = Pace() if reading.pruner is None else Pace(step_s=10.0, draft_s=2.0, judged=60.0, kept=50.0)
         reading.way.add(pace)
     assert found == [True, True, False, False, False]
+
+
+def test_an_answer_is_counted_once_however_often_it_is_closed() -> None:
+    shares, choice = Shares(), Parallel(model="x", prune=UV, prune_when="measured")
+    draft = Pipeline(Mock(), choice, [torch.device("cpu")], 5, shares)
+    draft.begin(Prompt({}, torch.zeros(1, 9, dtype=torch.long)))
+    for _ in range(2):
+        draft.close()
+    assert [way.answers for ways in shares.ways.values() for way in ways] == [1, 0]
 
 
 def test_what_is_sampled_at_a_given_window_does_not_hang_on_the_clock() -> None:

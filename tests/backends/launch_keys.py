@@ -27,7 +27,6 @@ from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_lists, layer_ops, lines
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, rope_rows
-from mmaccel.backends.ops.lines import reduces
 from mmaccel.backends.triton.prefill import estimate, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
@@ -116,7 +115,6 @@ def _drawn(launch: Callable[..., Any], draw: Callable[[Tensor], Any]) -> Callabl
 def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
     """Within, tensors of the CPU are launched on as on a device of this architecture; all that comes of it are the keys."""
     keys = Keys()
-    reduces.cache_clear()
     with ExitStack() as stack:
         held = {
             LastQueries: dict(fused=True),
@@ -142,10 +140,7 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
             stack.enter_context(mock.patch.multiple(target, **some))
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keys.take))
         stack.enter_context(as_on(operators.row_named(architecture)))
-        try:
-            yield keys
-        finally:
-            reduces.cache_clear()
+        yield keys
 
 
 def patterns() -> list[dict[str, Any]]:

@@ -28,7 +28,6 @@ MOST_QUERIES = 128
 """Queries that a program holds."""
 
 
-@operators.constant
 def reduces(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
     """Whether `row_totals`, `line_sums` and `class_phases` are served, for so many queries of heads of this size."""
     known = dtype in (torch.float16, torch.bfloat16, torch.float32)

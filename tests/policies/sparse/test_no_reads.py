@@ -143,16 +143,25 @@ def untraceable(*_: Any) -> None:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The planners ask as on a GPU, and are told that kernels run."""
-    asked = operator.usable, reduces
     monkeypatch.setattr(operator, "why_not", untraceable)
     monkeypatch.setattr(operator, "find_spec", untraceable)
     told = property(lambda self: reduces(self.query.device, self.query.dtype, *self.query.shape[2:]))
     monkeypatch.setattr(LastQueries, "fused", told)
-    for one in asked:
-        one.cache_clear()  # type: ignore[attr-defined]
+    operator.usable.cache_clear()  # type: ignore[attr-defined]
     yield
-    for one in asked:
-        one.cache_clear()  # type: ignore[attr-defined]
+    operator.usable.cache_clear()  # type: ignore[attr-defined]
+
+
+def test_a_graph_of_any_length_asks_what_a_device_is(fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length that a tracer leaves open is no constant, and what a device is asked is one."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(operator, "find_spec", lambda name: untraceable(name) or name)
+    asked = torch.compile(
+        lambda query: query + 1 if reduces(query.device, query.dtype, *query.shape[2:]) else query * 0,
+        backend="eager", fullgraph=True, dynamic=True,
+    )  # fmt: skip
+    for rows in (64, 17, 200):
+        assert asked(torch.zeros(1, 2, rows, 64)).unique().tolist() == [rows <= 128]
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a:UserWarning")

@@ -36,6 +36,7 @@ ATTENTION = "mmaccel"
 PLAIN = "mmaccel_plain_attention"
 """The attribute of a config under which it keeps the model's own config, for calls beside a pass of a stream."""
 
+_HOST = (torch.Tag.cudagraph_unsafe,)  # a CUDA graph would replay what they decide on the host
 _passes: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -76,7 +77,7 @@ def attention(
 AttentionInterface.register(ATTENTION, attention)
 
 
-@torch.library.custom_op("mmaccel::layer_attend", mutates_args=())
+@torch.library.custom_op("mmaccel::layer_attend", mutates_args=(), tags=_HOST)
 def layer_attend(
     ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
@@ -90,7 +91,7 @@ def _(ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, sca
     return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-@torch.library.custom_op("mmaccel::layer_append", mutates_args=("ticket",))
+@torch.library.custom_op("mmaccel::layer_append", mutates_args=("ticket",), tags=_HOST)
 def layer_append(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
     """Append keys and values [B, G, n, D] to the memory of the pass with this ticket. That is said to change, so that what
     compiles neither leaves it out nor lets `layer_attend` come before it."""

@@ -111,7 +111,8 @@ def rotate_by(
         names = {**known.__globals__, name: functools.partial(turned or _turned, known.__globals__[name])}
         ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
         ours.__kwdefaults__ = known.__kwdefaults__
-        wrapper = functools.partial(_unless_compiled, ours, known, module)
+        # Not compiled itself: what is kept of a compiled forward goes by the code, which both have, and not by the names.
+        wrapper = functools.partial(_unless_compiled, torch.compiler.disable(ours), known, module)
         hooks.put(module, "forward", functools.wraps(module.forward)(wrapper))
 
 
@@ -308,7 +309,7 @@ class _Whole:
     is_causal, training = False, False
 
 
-@torch.library.custom_op("mmaccel::window_attend", mutates_args=())
+@torch.library.custom_op("mmaccel::window_attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def window_attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
     """`attention` where torch.compile sees an operator: the sizes of windows are read from `ends`."""
     whole: Any = _Whole

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 import mmaccel
 from mmaccel.core.recipe import Recipe
+from mmaccel.models import attention, modules
 from tests.models.tiny_random import BUILD, prompt
 
 PIECES = [("text", 6), ("video", 36), ("text", 9)]
@@ -78,3 +79,23 @@ def test_by_inductor_a_prompt_and_a_step_go_to_the_memory() -> None:
             torch._dynamo.reset()
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_with_gradients_on_layers_that_break_a_graph_are_found_again() -> None:
+    """What is compiled of a layer's forward is kept by its code, which our copy of it has too, with other names."""
+    model, inputs = BUILD["qwen"](), prompt("qwen", PIECES)
+    with mmaccel.accelerate(model):
+        plain = model(**inputs).logits
+        torch._dynamo.reset()
+        try:
+            compiled = torch.compile(model, backend="eager")
+            assert all(torch.equal(compiled(**inputs).logits, plain) for _ in range(2))
+        finally:
+            torch._dynamo.reset()
+
+
+def test_cuda_graphs_leave_out_what_decides_on_the_host() -> None:
+    for op in (attention.layer_attend, attention.layer_append, modules.window_attend):
+        assert torch.Tag.cudagraph_unsafe in op._opoverload.tags

@@ -437,5 +437,5 @@ def split_outputs(work: Work | None, rows: int, size: int, like: Tensor) -> tupl
     their log-sum-exps; then the tables of `work`. Where nothing is split it is all there and never read; `like` is a tensor
     of the device."""
     slots = 0 if work is None else work.slots * rows
-    part = (like.new_empty(of, dtype=torch.float32) for of in ((slots, size), (slots,)))
+    part = (like.new_empty(*of, dtype=torch.float32) for of in ((slots, size), (slots,)))
     return *part, *([like] * 4 if work is None else (work.item, work.pieces, work.slot, work.told))

@@ -144,7 +144,7 @@ def untraceable(*_: Any) -> None:
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The planners ask as on a GPU, and are told that kernels run."""
     monkeypatch.setattr(operator, "why_not", untraceable)
-    monkeypatch.setattr(operator, "find_spec", untraceable)
+    monkeypatch.setattr(operator, "find_spec", lambda name: untraceable(name) or name)
     told = property(lambda self: reduces(self.query.device, self.query.dtype, *self.query.shape[2:]))
     monkeypatch.setattr(LastQueries, "fused", told)
     operator.usable.cache_clear()  # type: ignore[attr-defined]
@@ -152,10 +152,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     operator.usable.cache_clear()  # type: ignore[attr-defined]
 
 
-def test_a_graph_of_any_length_asks_what_a_device_is(fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_of_any_length_asks_what_a_device_is(fused: None) -> None:
     """A length that a tracer leaves open is no constant, and what a device is asked is one."""
     torch._dynamo.reset()
-    monkeypatch.setattr(operator, "find_spec", lambda name: untraceable(name) or name)
     asked = torch.compile(
         lambda query: query + 1 if reduces(query.device, query.dtype, *query.shape[2:]) else query * 0,
         backend="eager", fullgraph=True, dynamic=True,
@@ -185,7 +184,9 @@ def test_what_a_device_is_asked_is_a_constant_of_the_graph(name: str, fused: Non
 
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(LastQueries, "fused", False)
+        plain.setattr(operator, "why_not", lambda *_: "no kernel runs here")
         layer(query, key, value)  # the host knows the layout
+    operator.usable.cache_clear()  # type: ignore[attr-defined]
     torch.compile(layer, backend=seen, fullgraph=True)(query, key, value)
     assert len(graphs) == 1 and "mmaccel" in graphs[0].code
     torch._dynamo.reset()

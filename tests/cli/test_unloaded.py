@@ -66,13 +66,14 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 def test_it_is_told_unloaded(
     name: str, call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mmaccel.cli import choices
     from mmaccel.models import loading
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("something is loaded")
 
-    for one in ("load_model", "load_processor"):
-        monkeypatch.setattr(loading, one, refuse)
+    monkeypatch.setattr(loading, "load_model", refuse)
+    monkeypatch.setattr(choices, "load_processor", refuse)
     monkeypatch.chdir(tmp_path)
     stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
     for file, text in (

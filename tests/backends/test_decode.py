@@ -52,7 +52,7 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(operator, "usable", lambda device: None)
     monkeypatch.setattr(decode, "decode_attend", launch)
-    monkeypatch.setattr(decode, "turn_rows", launch)
+    monkeypatch.setattr(decode, "rope_rows", launch)
     for dtype in (torch.float64, torch.float32):
         query, key, value = torch.randn(3, 1, 2, 4, 8, dtype=dtype)
         columns = torch.arange(4)[None]
@@ -82,7 +82,7 @@ def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
     given = x, weight, [], torch.ones(16, dtype=dtype), None, 1e-6, turn, columns
     want = enter_rows.plain(*given, *theirs)
     monkeypatch.setattr(operator, "usable", lambda device: None)
-    monkeypatch.setattr(kernels, "turn_rows", launch)
+    monkeypatch.setattr(kernels, "rope_rows", launch)
     assert torch.equal(enter_rows(*given, *mine), want)
     assert launched == [dtype]
     for one, other in zip(mine, theirs, strict=True):

@@ -115,7 +115,7 @@ def test_a_stopped_search_says_what_is_kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from mmaccel.search import run
+    from mmaccel.search import measure, run
 
     out = tmp_path / "t.json"
     words = ("search", ov, "--video", clip, "--max-tokens", 300, "--out", out, "--boundaries", "no_boundary")
@@ -128,7 +128,7 @@ def test_a_stopped_search_says_what_is_kept(
         return scored(bench, *rest)
 
     with monkeypatch.context() as broken:
-        broken.setattr(run, "watch", lambda *_: stop())
+        broken.setattr(measure, "watch", lambda *_: stop())
         assert call(*words) == (code, "", "stopped: nothing was measured yet.\n")
     with monkeypatch.context() as broken:
         broken.setattr(run, "scored", stopped)

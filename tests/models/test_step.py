@@ -118,8 +118,8 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
         for _ in range(4):
             session.ask(QUESTION, 3)
     captured, launched = passes[-1]
-    own = {"turn_rows": 1, "decode_attend": 1, "pass_rows": 2, "project_rows": 1, "add": 1}
-    assert captured["turn_rows"] == layers == 2
+    own = {"rope_rows": 1, "decode_attend": 1, "pass_rows": 2, "project_rows": 1, "add": 1}
+    assert captured["rope_rows"] == layers == 2
     # After the last layer no norm follows, and nothing is asked of the next one.
     assert captured == Counter({name: layers * number for name, number in own.items()}) + Counter(
         {"project_rows": layers + 1, "copy_": 2, "_foreach_copy_": layers - 1}

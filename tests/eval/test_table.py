@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from mmaccel import load_model, load_processor
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
+from mmaccel_lab.eval import table
 from mmaccel_lab.eval.cases import Film
 from mmaccel_lab.eval.jobs import Job, measure_in, merged
 from mmaccel_lab.eval.table import ENTRIES, Entry, Line, frames_of, markdown, measure, step_ratio
@@ -82,11 +85,28 @@ def test_measuring_gives_a_line_an_entry(random_folder: Callable[[str], Path]) -
     assert told[-1] == ("caption 128", 2, 2) and ("MM-NIAH 240", 4, 4) in told
 
 
-def test_a_model_costs_as_much_as_itself(random_folder: Callable[[str], Path]) -> None:
+def test_steps_are_compared_by_what_they_cost_alone(
+    random_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that each layer moves on by one, and that other work holds up for a third of the time."""
     small = load_model(random_folder("tiny-ov-draft"), dtype=torch.float32)
     large = load_model(random_folder("tiny-ov"), dtype=torch.float32)
-    assert 1 / 3 < step_ratio(small, small, length=64, steps=12) < 3
-    assert step_ratio(large, small, length=64, steps=12) > 1.5
+    clock = itertools.count(1)
+    now = [0.0]
+
+    def layer(*_: Any) -> None:
+        now[0] += 1 if next(clock) % 24 < 16 else 50
+
+    monkeypatch.setattr(table.time, "perf_counter", lambda: now[0])
+    depths = {}
+    for model in (small, large):
+        layers = adapter_for(model).layers(model)
+        depths[model] = len(layers)
+        for module in layers:
+            module.register_forward_hook(layer)
+    assert depths[large] > depths[small]
+    assert step_ratio(small, small, length=64, steps=12) == 1
+    assert step_ratio(large, small, length=64, steps=12) == depths[large] / depths[small]
 
 
 def _loaded(folder: Path) -> tuple[Any, Any, Any]:

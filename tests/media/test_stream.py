@@ -84,7 +84,7 @@ def test_a_file_that_stops_growing_ends_after_the_timeout(film: Film) -> None:
     path = film("film.ts", 20)
     begun = time.monotonic()
     assert sum(map(len, media.clips(path, fps=10, frames_per_clip=8, follow=True, timeout=0.5))) == 20
-    assert 0.5 <= time.monotonic() - begun < 2.0
+    assert 0.5 <= time.monotonic() - begun < 10
 
 
 @contextmanager

@@ -248,7 +248,7 @@ def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
 def test_a_call_that_waits_for_another_has_its_timeout_too() -> None:
     with open_session("random-ov", TIGHT["rekv"]) as session:
         session.watch(film(4), fps=FPS)
-        slow = slowed(session, "features", 1.5)
+        slow = slowed(session, "features", 4.0)
         thread = threading.Thread(target=lambda: session.watch(film(4), fps=FPS))
         thread.start()
         assert slow.began.wait(20)
@@ -256,7 +256,7 @@ def test_a_call_that_waits_for_another_has_its_timeout_too() -> None:
         answer = session.ask(QUESTION, timeout=0.2)
         with pytest.warns(MmaccelWarning, match="took in 0 frames"):
             assert session.watch(film(2), fps=FPS, timeout=0.2) == 0
-        assert answer.finish_reason == "timeout" and time.perf_counter() - began < 1.2
+        assert answer.finish_reason == "timeout" and time.perf_counter() - began < 3
         thread.join()
         assert len(session) == 8
 

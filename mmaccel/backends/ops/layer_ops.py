@@ -116,7 +116,7 @@ def _turn_shape(rows: Tensor, key: Tensor) -> Tensor:
 def rope_rows(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Rotate new queries and keys (RoPE), and write keys and values to their columns of the cache; gives queries [B, H, n, D].
+    """Rotate new queries and keys (RoPE), and write keys and values to their cache columns; gives queries [B, H, n, D].
 
     rows [B, n, (H + 2 G) * D]: the heads of the queries, of the keys, of the values. cos and sin [B, S, D]: the angles
     of each place. places, columns [B, n] long: where each row stands, and where it is written. key and value [B, G,

@@ -100,7 +100,7 @@ def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(worker: Worker) -
     worker.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
     began = time.monotonic()
     worker.close()
-    assert time.monotonic() - began < 2 and not worker._outbox.busy
+    assert time.monotonic() - began < 10 and not worker._outbox.busy
     assert worker.process.poll() is not None
 
 

@@ -204,9 +204,14 @@ def stream_policy(recipe: Recipe) -> StreamPolicy:
         )
     if recipe.prune is not None:
         raise RecipeError(f"prune {recipe.prune.name!r} has no part in a stream; leave prune out.")
-    if draft.active and not draft.needs <= {"rollback"}:
+    if draft.active and "memory" in draft.needs:
         raise RecipeError(
-            f"draft {draft.name!r} needs the prompt's video, and a stream has none; set draft to "
+            f"draft {draft.name!r} drafts over the cache of a prompt that it saw being read, and a session reads its video "
+            f"before there is a question; set draft to {DEFAULTS['draft']!r}."
+        )
+    if draft.active and "prompt" in draft.needs:
+        raise RecipeError(
+            f"draft {draft.name!r} needs the prompt's own inputs, pixels included, and a stream has none; set draft to "
             f"{DEFAULTS['draft']!r}."
         )
     return kv

@@ -26,7 +26,7 @@ def test_a_cell_is_yes_or_the_reason_without_names() -> None:
     told = pairs.together("sparse", "kv", "grid", "window")
     assert told.startswith("sparse cannot stand beside kv") and "'grid'" not in told
     assert pairs.together("sparse", "kv", "dense", "window") == pairs.YES
-    assert "needs the prompt's video" in pairs.together("kv", "draft", "rekv", "sequential"), (
+    assert "needs the prompt's own inputs" in pairs.together("kv", "draft", "rekv", "sequential"), (
         "it serves nothing"
     )
     assert pairs.inside("sequential", "uv") == pairs.YES != pairs.inside("off", "uv")

@@ -50,6 +50,7 @@ class VideoSession:
         self.recipe = Recipe.load(recipe, **choices)
         self._kv = stream_policy(self.recipe)
         self._stream_adapter: StreamAdapter = adapter_for(model).stream_adapter(model, processor)
+        self.recipe.draft.check(self._stream_adapter.view)
         self._live: StreamRunner | None = None
         self._meter = Meter()
         self._lock = threading.RLock()

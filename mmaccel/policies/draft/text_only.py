@@ -24,9 +24,10 @@ class TextOnly(Sequential):
     A draft step then costs what it costs on a short context, whatever the video's length. After Gagrani et al. 2024 (arXiv
     2404.08856), whose draft is a small language model without vision. Here too `model` may be one, whatever transformers
     loads as a causal language model with the target's tokenizer; of a model of the target's family it is the language
-    model. Placeholders of images and videos are never proposed.
+    model. Placeholders of images and videos are never proposed. On a stream it reads the words before and after the video.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
     reads_text: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import StreamAdapter
-from mmaccel.core.decoding.draft import DraftStrategy, Prompt
-from mmaccel.core.decoding.generate import Deadline, Evidence, FinishReason, speculate
+from mmaccel.core.decoding.generate import Deadline, Evidence
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.report import Meter
+from mmaccel.core.streams.question import QuestionRunner
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
@@ -51,107 +50,6 @@ class StreamInfo:
         """The seconds at which `count` units from number `first` on were shown; None: all of them."""
         end = None if count is None else first + count
         return [self.times[frame] for frame, _ in self.spans[first:end]]
-
-
-@dataclass(eq=False)
-class QuestionRunner(Runner):
-    """A question and its answer on the memory of a stream: the target of the decoding loop.
-
-    ids       [n] of the words after the video
-    left      the tokens of an answer for which the model has positions
-    meter     counts what is decoded
-    evidence  gives the frames that the answer rests on, after the question has run
-    logits    [1, V] of the first token, set by `prefill`
-    """
-
-    stream: StreamRunner
-    state: StreamState
-    deadline: Deadline
-    ids: Tensor
-    left: int
-    meter: Meter
-    evidence: Callable[[], tuple[Evidence, ...]]
-    logits: Tensor = field(init=False)
-
-    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Logits [1, V] after a question; `inputs` holds its `stream_pass` and `embeds` [n, E].
-
-        Raises `Ended` when the deadline passes before the last layer.
-        """
-        stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
-        hidden = self.stream.run_pass(self.state, stream_pass, embeds, few=True, check=self.deadline.check)
-        self.logits = self.stream.adapter.logits(hidden[-1:])
-        return self.logits
-
-    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
-        if branches is not None:
-            raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
-        stream_pass, adapter = StreamPass(kind="answer", rows=ids.shape[1]), self.stream.adapter
-        return adapter.logits(self.stream.run_pass(self.state, stream_pass, adapter.words(ids[0]), few=True))[
-            None
-        ]
-
-    def truncate(self, length: int) -> None:
-        self.state.truncate(length)
-
-    def length(self) -> int:
-        return self.state.length()
-
-    def decode(
-        self, strategy: DraftStrategy, most: int, put: Callable[[str], None] | None
-    ) -> tuple[str, tuple[int, ...], FinishReason]:
-        """Decode at most `most` tokens after the prefill: the text, its ids, and why it ends.
-
-        `put` gets new text as it comes. Warns when the answer ends with the model's positions.
-        """
-        adapter = self.stream.adapter
-        ends, tokens, shown = adapter.ends(), list[int](), ""
-        ids = torch.cat([adapter.head(), self.ids])[None]
-        start = ids.shape[1]
-        draft = strategy.open(adapter.view) if strategy.active else None
-        prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
-        if draft is not None:
-            draft.begin(prompt)
-        reason: FinishReason = "stop"
-
-        def stop(ids: Tensor) -> bool:
-            """Whether the answer ends with the last of `ids` [1, S]; notes why."""
-            nonlocal reason
-            count, over = ids.shape[1] - start, self.deadline.over()
-            if int(ids[0, -1]) in ends:
-                return True
-            if count >= most:
-                reason = "length"
-            elif count >= self.left:
-                reason = "positions"
-            elif over is not None:
-                reason = over
-            return reason != "stop"
-
-        def text(whole: bool) -> str:
-            """The text so far; `put` gets what is new of it, a character of several tokens with its last one."""
-            nonlocal shown
-            text = adapter.decode(torch.tensor(tokens, dtype=torch.long)) if tokens else ""
-            # Until then such a character is a replacement mark.
-            if put is not None and len(text) > len(shown) and (whole or not text.endswith("\ufffd")):
-                put(text[len(shown) :])
-                shown = text
-            return text
-
-        def emit(new: Tensor) -> None:
-            """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
-            self.meter.token(new.numel())
-            tokens.extend(token for token in new.tolist() if token not in ends)
-            if put is not None:
-                text(whole=False)
-
-        speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=self.meter)
-        if reason == "positions":
-            warn(
-                "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); "
-                "ask in fewer words, or open the session with a kv that keeps less."
-            )
-        return text(whole=True).strip(), tuple(tokens), reason
 
 
 class StreamRunner:
@@ -345,7 +243,7 @@ class StreamRunner:
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
         shown = (lambda: self._shown(evidence())) if weigh else tuple
-        runner = QuestionRunner(self, state, deadline, ids, left, meter, shown)
+        runner = QuestionRunner(adapter, self.run_pass, state, deadline, ids, left, meter, shown)
         with state.question_scope():
             runner.prefill({"stream_pass": stream_pass, "embeds": torch.cat(parts)})
             meter.prompt_tokens = runner.length()

@@ -214,6 +214,11 @@ def stream_policy(recipe: Recipe) -> StreamPolicy:
             f"draft {draft.name!r} needs the prompt's own inputs, pixels included, and a stream has none; set draft to "
             f"{DEFAULTS['draft']!r}."
         )
+    if draft.active and draft.pruner is not None:
+        raise RecipeError(
+            f"draft {draft.name!r} has prune {draft.pruner.name!r}, which chooses as the target reads a whole prompt, and a "
+            "session reads its video before there is a question; leave the draft's prune out."
+        )
     return kv
 
 

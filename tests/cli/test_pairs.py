@@ -26,9 +26,8 @@ def test_a_cell_is_yes_or_the_reason_without_names() -> None:
     told = pairs.together("sparse", "kv", "grid", "window")
     assert told.startswith("sparse cannot stand beside kv") and "'grid'" not in told
     assert pairs.together("sparse", "kv", "dense", "window") == pairs.YES
-    assert "needs the prompt's own inputs" in pairs.together("kv", "draft", "rekv", "sequential"), (
-        "it serves nothing"
-    )
+    assert "reads the whole cache" in pairs.together("kv", "draft", "rekv", "sparse_to_dense")
+    assert pairs.together("kv", "draft", "rekv", "sequential") == pairs.YES
     assert pairs.inside("sequential", "uv") == pairs.YES != pairs.inside("off", "uv")
 
 

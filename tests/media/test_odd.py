@@ -14,7 +14,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
-from mmaccel.core.streams.session import moments
+from mmaccel.core.streams.stream_runner import moments
 from mmaccel.media import Video
 from tests.media.films import numbers
 from tests.media.odd import CASES, Odd

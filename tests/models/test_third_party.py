@@ -116,9 +116,12 @@ def test_a_policy_declares_its_files_and_the_words_taken_for_it(tmp_path: Path) 
 
 
 def test_a_draft_on_a_stream_is_known_by_what_it_declares() -> None:
-    for draft in (Theirs(), TextOnly(model="x")):
+    class Reads(Theirs):
+        needs = frozenset({"rollback", "prompt"})
+
+    for draft in (Theirs(), TextOnly(model="x"), Sequential(model="x")):
         stream_policy(Recipe.load("mosaic", draft=draft))
     with pytest.raises(RecipeError, match="a stream has none"):
-        stream_policy(Recipe.load(kv="full", draft=Sequential(model="x")))
+        stream_policy(Recipe.load(kv="full", draft=Reads()))
     with pytest.raises(RecipeError, match="a session reads its video before there is a question"):
         stream_policy(Recipe.load(kv="full", draft=SparseToDense()))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.decoding.replay import Compiled
+from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.prefill.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
@@ -93,7 +94,8 @@ class Prompt:
     """What a draft is told at the start: the raw model inputs (ids, pixels, grids), the ids [1, S], the sampling in force.
 
     `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
-    ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known.
+    ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream` is what `watch`
+    gave, asked the question: `inputs` have its ids alone.
     """
 
     inputs: Mapping[str, Any]
@@ -101,6 +103,7 @@ class Prompt:
     warp: Warp | None = None
     generator: torch.Generator | None = None
     max_new_tokens: int = 0
+    stream: DraftStream | None = None
 
 
 class DraftState(ABC):
@@ -160,7 +163,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     active  whether this strategy drafts at all
     needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `max_rollback` columns,
             "memory" that it holds every column of an accelerated model, for the draft to read; "prompt" asks for the
-            prompt's own inputs, pixels included, which a stream has not
+            prompt's own inputs, pixels included, which a stream has not; "video" for these, or for a stream (`watch`)
 
     in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
@@ -193,6 +196,10 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     @abstractmethod
     def open(self, target: ModelView) -> DraftState: ...
+
+    def watch(self, target: ModelView, session: Watching) -> DraftStream:
+        """A stream for the frames of `session`: called once a session where "video" is among `needs`."""
+        raise DraftError(f"{self.name}: it opens no stream of its own; leave 'video' out of needs.")
 
 
 def accept(

@@ -32,7 +32,7 @@ MAX_NEW_TOKENS = 128
 
 def speculate(
     target: Runner,
-    draft: DraftState | None,
+    draft: DraftState | CarefulDraft | None,
     prompt: Prompt,
     first: Tensor,
     *,

@@ -12,7 +12,8 @@ from torch import Tensor
 from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
-from mmaccel.core.decoding.generate import Deadline, Evidence, FinishReason, speculate
+from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
+from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import StreamPass, StreamState
 from mmaccel.core.report import Meter
@@ -27,6 +28,7 @@ class QuestionRunner(Runner):
     left      the tokens of an answer for which the model has positions
     meter     counts what is decoded
     evidence  gives the frames that the answer rests on, after the question has run
+    question  its text, and `beside` the stream of a draft, which is asked it too
     logits    [1, V] of the first token, set by `prefill`
     """
 
@@ -38,6 +40,8 @@ class QuestionRunner(Runner):
     left: int
     meter: Meter
     evidence: Callable[[], tuple[Evidence, ...]]
+    question: str
+    beside: CarefulDraftStream
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
@@ -74,10 +78,18 @@ class QuestionRunner(Runner):
         ends, tokens, shown = adapter.ends(), list[int](), ""
         ids = torch.cat([adapter.head(), self.ids])[None]
         start = ids.shape[1]
-        draft = strategy.open(adapter.view) if strategy.active else None
-        prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
-        if draft is not None:
-            draft.begin(prompt)
+        beside = self.beside
+        with beside.dropping() as stream:
+            if stream is not None:
+                stream.ask(self.question, most)
+        prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream)
+        draft = CarefulDraft(self.meter)
+        if beside.failed:
+            self.meter.draft_failed(beside.failed)
+        elif strategy.active:
+            with draft.dropping():
+                draft.state = strategy.open(adapter.view)
+                draft.state.begin(prompt)
         reason: FinishReason = "stop"
 
         def stop(ids: Tensor) -> bool:
@@ -111,7 +123,12 @@ class QuestionRunner(Runner):
             if put is not None:
                 text(whole=False)
 
-        speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=self.meter)
+        try:
+            speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=self.meter)
+        finally:
+            with beside.dropping() as stream:
+                if stream is not None:
+                    stream.done()
         if reason == "positions":
             warn(
                 "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from mmaccel.backends import select
 from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
+from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
 from mmaccel.core.errors import ModelError, tell_kept, warn
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
-from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.core.streams.stream_runner import StreamRunner, moments
 
 Progress = Callable[[int, int | None], None]
 
@@ -51,6 +52,7 @@ class VideoSession:
         self._kv = stream_policy(self.recipe)
         self._stream_adapter: StreamAdapter = adapter_for(model).stream_adapter(model, processor)
         self.recipe.draft.check(self._stream_adapter.view)
+        self._processor = processor
         self._live: StreamRunner | None = None
         self._meter = Meter()
         self._lock = threading.RLock()
@@ -144,6 +146,7 @@ class VideoSession:
         """Tell the memory that no more frames come for now."""
         if self._live is not None:
             self._live.state.idle()
+            self._live.beside.idle()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -156,7 +159,7 @@ class VideoSession:
             if before is not None:
                 before.back(mark)
             elif self._live is not None:
-                self._live.state.close()
+                self._live.close()
             self._live = before
             raise
 
@@ -182,16 +185,24 @@ class VideoSession:
             timed = times is not None or rate is not None
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
             live = self._live = StreamRunner.begin(*parts, timed)
+            live.beside = self._beside()
 
         def tell(through: int) -> None:
             if progress is not None:
                 progress(done + through, None if clip.part else done + count)
 
         taken = live.take(clip.frames, shown, tell, deadline)
+        live.beside.take(clip.frames[:taken], shown[:taken], clip.fps, live.info.timed)
         if not self.frames:
-            live.state.close()
+            live.close()
             self._live = None
         return taken
+
+    def _beside(self) -> CarefulDraftStream:
+        """The stream of the draft, where it asks for one."""
+        draft, told = self.recipe.draft, Watching(self._processor, self._kv, self.recipe.chunk)
+        watches = draft.active and "video" in draft.needs
+        return CarefulDraftStream(partial(draft.watch, self._stream_adapter.view, told) if watches else None)
 
     @overload
     def ask(
@@ -322,24 +333,25 @@ class VideoSession:
         with self._working():
             if self._live is None:
                 raise ModelError("save: the session has seen no frame; watch something first.")
-            session_io.save(Path(path), self._stream_adapter, self.recipe, self._live)
+            session_io.save(Path(path), self.recipe, self._live)
 
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
         with self._working():
             before, self._live = (
                 self._live,
-                session_io.load(Path(path), self._stream_adapter, self.recipe, self._kv),
+                session_io.load(Path(path), self._stream_adapter, self.recipe, self._kv, self._beside),
             )
             if before is not None:
-                before.state.close()
+                before.close()
 
     def close(self) -> None:
         """Give back what the stream holds; a second call does nothing."""
         with self._lock:
             if self._live is not None:
-                self._live.state.close()
+                self._live.close()
             self._live, self._closed = None, True
+            self._stream_adapter.view.release()
 
     def __enter__(self) -> VideoSession:
         return self
@@ -361,20 +373,3 @@ class VideoSession:
             if self._closed:
                 raise ModelError("the session is closed; open a new one, or resume a saved one.")
             yield
-
-
-def moments(
-    last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
-) -> list[float]:
-    """Ascending seconds of `count` frames that follow one at `last`; `strict`: those given are not moved."""
-    step = 1 / fps if fps else 1.0
-    if given is None:
-        start = 0.0 if last is None else last + step
-        return [start + i * step for i in range(count)]
-    rising = all(a < b for a, b in itertools.pairwise(given))
-    if not rising or (strict and last is not None and given[0] <= last):
-        after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"
-        raise ModelError(f"times: they must rise{after}; give seconds from the start of the stream.")
-    # Another file begins at zero again.
-    shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
-    return [moment + shift for moment in given]

@@ -14,29 +14,38 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from shutil import rmtree
 from typing import Any
 
-import torch
-
 from mmaccel.core.attach import StreamAdapter
+from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import MmaccelError, ModelError, shown
 from mmaccel.core.files import checkpoint_io, outside
 from mmaccel.core.files.checkpoint_io import locked, sync, write_private
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, saved_recipe
-from mmaccel.core.streams.stream_runner import StreamInfo, StreamRunner
+from mmaccel.core.streams.saved_stream import (
+    FILM,
+    MEMORY,
+    check_model,
+    damaged,
+    lasting,
+    plain,
+    read_stream,
+    write_stream,
+)
+from mmaccel.core.streams.stream_runner import StreamRunner
 
 FORMAT, VERSION = "mmaccel session", 5
 UNSEALED = 2
 """The version whose facts have no checksum; it is read too."""
-FACTS, FILM, MEMORY = "session.json", "film.safetensors", "memory"
+FACTS, DRAFT = "session.json", "draft"
 NOTE = ".mmaccel-saving.json"
 DATA = re.compile(r"data-[1-9][0-9]{0,8}")
 ENDINGS = (".safetensors", ".json")
@@ -47,63 +56,27 @@ STORE = "store"
 READ_BYTES = 1 << 24
 READS = 5
 """How often a session is read at most, while another process saves to its folder."""
-PIXELS = 1 << 25
-"""Most pixels of a frame: 8K."""
 KINDS = {"format": str, "version": int, "recipe": dict, "files": dict, "model": str, "dtype": str}
 
 
-def _is_size(value: Any) -> bool:
-    """Whether it is a height and a width in pixels, of a frame that memory has room for."""
-    whole = isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
-    return whole and value[0] * value[1] <= PIXELS
-
-
-def _counts(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and value >= least
-
-
-SIZES: dict[str, Callable[[Any], bool]] = {
-    "size": _is_size,
-    "raw": lambda value: value is None or _is_size(value),
-    "fps": lambda value: value is None or (isinstance(value, float) and 0 < value < math.inf),
-    **dict.fromkeys(("unit", "frames"), _counts(1)),
-    **dict.fromkeys(("units", "marks", "pending"), _counts(0)),
-}
-"""What `session.json` says of a stream, and what it must be."""
-
-
-def save(path: Path, adapter: StreamAdapter, recipe: Recipe, live: StreamRunner) -> None:
+def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     """Write a session into the folder `path`; raises `ModelError` where that cannot be."""
     writable(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
-    place, info = path.resolve(), live.info
+    place = path.resolve()
 
     def write(part: Path) -> dict[str, Any]:
-        (part / MEMORY).mkdir()
-        live.state.save(part / MEMORY)
-        tensors = {
-            "spans": torch.tensor(info.spans, dtype=torch.long).view(-1, 2),
-            "times": torch.tensor(info.times, dtype=torch.float64),
-            "marks": info.marks,
-        }
-        checkpoint_io.write_tensors(
-            part / FILM, tensors if info.pending is None else {**tensors, "pending": info.pending}
-        )
+        with live.beside.dropping() as draft:
+            if draft is not None:
+                (part / DRAFT).mkdir()
+                draft.save(part / DRAFT)
+        if live.beside.failed:
+            rmtree(part / DRAFT, ignore_errors=True)
         facts = {
             "format": FORMAT,
             "version": VERSION,
-            "model": adapter.signature(),
-            "dtype": _name(adapter.dtype),
-            "recipe": _plain(recipe.to_dict()),
-            "size": info.size,
-            "fps": None if info.fps is None else float(info.fps),
-            "unit": info.unit,
-            "timed": info.timed,
-            "raw": info.raw,
-            "frames": len(info.times),
-            "units": len(info.spans),
-            "marks": info.marks.shape[0],
-            "pending": 0 if info.pending is None else info.pending.shape[0],
+            "recipe": plain(recipe.to_dict()),
+            **write_stream(part, live),
             "data": part.name,
             "files": {name: _print_of(place, Path(name)) for name in sorted(_files(place, part))},
         }
@@ -121,8 +94,15 @@ def recipe_of(path: Path) -> Recipe:
     return saved_recipe(path, _read(path)["recipe"])
 
 
-def load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> StreamRunner:
-    """The stream of a saved session, whose memory is `kv`; raises an `MmaccelError` when it does not fit.
+def load(
+    where: Path,
+    adapter: StreamAdapter,
+    recipe: Recipe,
+    kv: StreamPolicy,
+    beside: Callable[[], CarefulDraftStream],
+) -> StreamRunner:
+    """The stream of a saved session, whose memory is `kv`, and that of its draft, which `beside` opens; raises an
+    `MmaccelError` when the first does not fit, and warns where the second does not.
 
     It is read again where another process saves to the folder meanwhile, which removes the files that were to be read.
     """
@@ -130,7 +110,12 @@ def load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy) 
     while True:
         before, left = _version_of(where), left - 1
         try:
-            return _load(where, adapter, recipe, kv)
+            live, data = _load(where, adapter, recipe, kv)
+            live.beside = beside()
+            with live.beside.dropping() as draft:
+                if draft is not None:
+                    draft.load(data / DRAFT)
+            return live
         except (MmaccelError, OSError) as error:
             if left and _version_of(where) != before:
                 continue
@@ -146,29 +131,12 @@ def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _plain(value: Any) -> Any:
-    """As it is after a way through JSON."""
-
-    def refuse(one: Any) -> None:
-        raise ModelError("recipe: it holds an object that cannot be saved; name its policies instead.")
-
-    return json.loads(json.dumps(value, default=refuse))
-
-
 def _version_of(where: Path) -> tuple[int, int, int] | None:
     """What another `session.json` has another of; None where there is none."""
     with suppress(OSError):
         stat = (where / FACTS).stat()
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
     return None
-
-
-def _damaged(where: Path, fault: str) -> ModelError:
-    return ModelError(f"{where}: {fault}; the session is damaged, save it again.")
 
 
 def _read(where: Path) -> dict[str, Any]:
@@ -184,77 +152,30 @@ def _read(where: Path) -> dict[str, Any]:
             f"{where} is {shown(form)} of version {version}; this mmaccel reads version {VERSION}."
         )
     if not (all(map(ours, facts["files"])) and (data is None or _is_data(data))):
-        raise _damaged(where, f"the list of files in {FACTS} is none")
+        raise damaged(where, f"the list of files in {FACTS} is none")
     if version != UNSEALED and CHECKSUM not in facts:
-        raise _damaged(where, f"{FACTS} has no {CHECKSUM}")
+        raise damaged(where, f"{FACTS} has no {CHECKSUM}")
     if CHECKSUM in facts and facts != sealed(facts):
-        raise _damaged(where, f"{FACTS} is not what was written")
+        raise damaged(where, f"{FACTS} is not what was written")
     return facts
 
 
-def _load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> StreamRunner:
-    facts, dtype = _read(where), _name(adapter.dtype)
-    if facts["model"] != adapter.signature():
-        raise ModelError(f"{where} was saved from another model; load it with the model it was saved with.")
-    if facts["dtype"] != dtype:
-        kind = shown(facts["dtype"])[1:-1]
-        raise ModelError(
-            f"{where} was saved from a model in {kind} and this one is in {dtype}; load the model in {kind}."
-        )
+def _load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> tuple[StreamRunner, Path]:
+    """The stream, and the folder that it was read from."""
+    facts = _read(where)
+    check_model(where, facts, adapter)
     saved = facts["recipe"].get("kv")
-    if _lasting(saved_recipe(where, {"kv": saved}, again=True)) != _lasting(recipe):
+    if lasting(saved_recipe(where, {"kv": saved}, again=True).kv) != lasting(recipe.kv):
         raise ModelError(
             f"{where} was saved with kv {shown(saved, 200)}; open the session with the same kv and fields."
         )
     # Before version 4 the files were in the folder itself.
     data = where / facts.get("data", "")
     if not {str((data / FILM).relative_to(where)), *_files(where, data / MEMORY)} <= set(facts["files"]):
-        raise _damaged(where, f"the list of files in {FACTS} is not whole")
+        raise damaged(where, f"the list of files in {FACTS} is not whole")
     for name, known in facts["files"].items():
         _check_file(where, name, known)
-    for name, fits in SIZES.items():
-        if name not in facts or not fits(facts[name]):
-            raise _damaged(where, f"{name} in {FACTS} cannot be")
-    live = StreamRunner(adapter, kv, recipe.chunk, _read_info(data, facts, adapter))
-    try:
-        if live.info.timed:  # earlier versions placed every unit at the first clip's rate
-            live.stream.places.told(0, live.info.shown(0))
-        live.state.load(data / MEMORY)
-        if (units := live.state.units()) != facts["units"]:
-            raise _damaged(data, f"the memory holds {units} units of {facts['units']}")
-    except BaseException:
-        live.state.close()
-        raise
-    return live
-
-
-def _lasting(recipe: Recipe) -> dict[str, Any] | None:
-    """The fields of a memory that matter before a question, JSON-ready."""
-    if not isinstance(kv := recipe.kv, StreamPolicy):
-        return None
-    fields = _plain(recipe.to_dict()["kv"]).items()
-    return {name: value for name, value in fields if name not in kv.query_time_fields}
-
-
-def _read_info(data: Path, facts: dict[str, Any], adapter: StreamAdapter) -> StreamInfo:
-    wanted: checkpoint_io.Wanted = {
-        "marks": ((facts["marks"], adapter.view.geometry.hidden), adapter.dtype),
-        "spans": ((facts["units"], 2), torch.long),
-        "times": ((facts["frames"],), torch.float64),
-        **({"pending": ((facts["pending"], 3, -1, -1), torch.uint8)} if facts["pending"] else {}),
-    }
-    film = checkpoint_io.read_tensors(data / FILM, wanted, torch.device("cpu"))
-    spans, times = [(a, b) for a, b in film["spans"].tolist()], film["times"].tolist()
-    ends = [0, *(first + count for first, count in spans)]
-    unbroken = all(count > 0 and first == end for (first, count), end in zip(spans, ends, strict=False))
-    rising = all(map(math.isfinite, times)) and times == sorted(times)
-    if not (unbroken and rising and ends[-1] <= len(times)):
-        raise _damaged(data, f"spans or times in {FILM} cannot be")
-    (height, width), raw = facts["size"], facts["raw"]
-    raw = None if raw is None else (raw[0], raw[1])
-    marks, timed = film["marks"].to(adapter.device), facts.get("timed") is True
-    more = raw, spans, times, film.get("pending")
-    return StreamInfo((height, width), facts["fps"], facts["unit"], marks, timed, *more)
+    return read_stream(data, where / FACTS, facts, adapter, kv, recipe.chunk), data
 
 
 def _print_of(where: Path, name: Path) -> list[int | None]:
@@ -272,15 +193,15 @@ def _print_of(where: Path, name: Path) -> list[int | None]:
 def _check_file(where: Path, name: str, known: Any) -> None:
     """Raise `ModelError` unless the file is the one that was written."""
     if not (isinstance(known, list) and len(known) == 2 and all(type(n) is int or n is None for n in known)):
-        raise _damaged(where, f"the list of files in {FACTS} is none")
+        raise damaged(where, f"the list of files in {FACTS} is none")
     file = where / name
     size = file.stat().st_size if file.is_file() else None
     if size is None:
-        raise _damaged(where, f"{name} is missing")
+        raise damaged(where, f"{name} is missing")
     if size != known[0]:
-        raise _damaged(where, f"{name} has {size} bytes of {known[0]}")
+        raise damaged(where, f"{name} has {size} bytes of {known[0]}")
     if _print_of(where, Path(name)) != known:
-        raise _damaged(where, f"{name} is not what was written")
+        raise damaged(where, f"{name} is not what was written")
 
 
 def writable(path: Path) -> None:

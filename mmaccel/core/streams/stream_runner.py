@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline, Evidence
+from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.report import Meter
@@ -53,12 +54,13 @@ class StreamInfo:
 
 
 class StreamRunner:
-    """One stream at work on a model: what is known of it, and its memory."""
+    """One stream at work on a model: what is known of it, its memory, and the stream of a draft `beside` it."""
 
     def __init__(self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
         self.adapter, self.kv, self.info = adapter, kv, info
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
+        self.beside = CarefulDraftStream()
         self._warned = self._full = False
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.places(info.size, fps), adapter.head().numel()
@@ -74,11 +76,13 @@ class StreamRunner:
         frames: Tensor,
         fps: float | None,
         timed: bool = False,
+        quiet: bool = False,
     ) -> StreamRunner:
-        """A stream of frames like `frames`, its head run; `timed`: their times are known."""
+        """A stream of frames like `frames`, its head run; `timed`: their times are known; `quiet`: it warns of nothing."""
         size = _size(frames)
         features, marks = adapter.features(filled(frames[: adapter.pace], adapter.pace), size)
         live = cls(adapter, kv, chunk, StreamInfo(size, fps, features.shape[1], marks, timed, size))
+        live._warned = live._full = quiet
         try:
             if not isinstance(live.state, FrameState):
                 live._head(live.state)
@@ -243,7 +247,8 @@ class StreamRunner:
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
         shown = (lambda: self._shown(evidence())) if weigh else tuple
-        runner = QuestionRunner(adapter, self.run_pass, state, deadline, ids, left, meter, shown)
+        given = adapter, self.run_pass, state, deadline, ids, left, meter, shown, question, self.beside
+        runner = QuestionRunner(*given)
         with state.question_scope():
             runner.prefill({"stream_pass": stream_pass, "embeds": torch.cat(parts)})
             meter.prompt_tokens = runner.length()
@@ -277,15 +282,21 @@ class StreamRunner:
     def mark(self) -> Any:
         """What `back` needs."""
         info = self.info
-        return self.state.checkpoint(), replace(info), len(info.spans), len(info.times)
+        return self.state.checkpoint(), replace(info), len(info.spans), len(info.times), self.beside.mark()
 
     def back(self, mark: Any) -> None:
         """As it was at `mark`."""
-        memory, info, spans, times = mark
+        memory, info, spans, times, beside = mark
         # The lists have only grown.
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
+        self.beside.back(beside)
+
+    def close(self) -> None:
+        """Give back what is held outside the device, by the draft's stream too."""
+        self.state.close()
+        self.beside.close()
 
 
 def _size(frames: Tensor) -> tuple[int, int]:
@@ -296,3 +307,20 @@ def filled(frames: Tensor, pace: int) -> Tensor:
     """`frames` with the last repeated, as processors do, to fill whole units."""
     short = -len(frames) % pace
     return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
+
+
+def moments(
+    last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
+) -> list[float]:
+    """Ascending seconds of `count` frames that follow one at `last`; `strict`: those given are not moved."""
+    step = 1 / fps if fps else 1.0
+    if given is None:
+        start = 0.0 if last is None else last + step
+        return [start + i * step for i in range(count)]
+    rising = all(a < b for a, b in itertools.pairwise(given))
+    if not rising or (strict and last is not None and given[0] <= last):
+        after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"
+        raise ModelError(f"times: they must rise{after}; give seconds from the start of the stream.")
+    # Another file begins at zero again.
+    shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
+    return [moment + shift for moment in given]

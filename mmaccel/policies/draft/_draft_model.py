@@ -17,10 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView, Runner
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Warp, draw
+from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
+from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy, with_base_dir
+from mmaccel.core.streams.draft_stream import LocalDraftStream
 
 PADDING = 1024
 """Rows by which the embeddings of one vocabulary may differ."""
@@ -92,15 +96,17 @@ class PeerStrategy(DraftStrategy):
            with its name and ``-draft``, the shipped draft of a shipped model; in a YAML file a folder counts from the file's
            where it is there, or begins with a dot, and anything else is a name
     prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
+    kv     the memory of the draft's own stream, in a session; None: one like the target's
 
     reads_text  the draft reads text alone, and a causal language model without vision will do too
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "prompt"})
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "video"})
     reads_text: ClassVar[bool] = False
 
     model: str | nn.Module = BESIDE
     prune: TokenPruner | None = None
+    kv: StreamPolicy | None = None
 
     @classmethod
     def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
@@ -129,6 +135,12 @@ class PeerStrategy(DraftStrategy):
                 "as uv."
             )
         object.__setattr__(self, "prune", prune)
+        kv = None if self.kv is None else policy("kv", self.kv, f"{self.name}: kv")
+        if kv is not None and not isinstance(kv, StreamPolicy):
+            raise RecipeError(
+                f"{self.name}: kv is {shown(self.kv)}; give a memory of streams, or null for one like the target's."
+            )
+        object.__setattr__(self, "kv", kv)
 
     @property
     def pruner(self) -> TokenPruner | None:
@@ -136,6 +148,11 @@ class PeerStrategy(DraftStrategy):
 
     def check(self, target: ModelView) -> None:
         self.peer(target)
+
+    def watch(self, target: ModelView, session: Watching) -> DraftStream:
+        peer = self.peer(target)
+        adapter = adapter_for(peer.model).stream_adapter(peer.model, session.processor)
+        return LocalDraftStream(adapter, self.kv or session.kv, session.chunk)
 
     def peer(self, target: ModelView) -> ModelView:
         """The draft model's view, in this process; raises `DraftError` for a missing model, another family and another
@@ -166,11 +183,12 @@ class PeerState(DraftState):
         self._runner: Runner | None = runner
         self._device, self._choice, self._vocab = device, choice, vocab
         self._columns: Tensor | None = None
+        self._stream: DraftStream | None = None
         self._unread: Mapping[str, Any] | None = None
         self._steps = 0
 
     def begin(self, prompt: Prompt) -> None:
-        self._pending = prompt.ids[0, :0]
+        self._pending, self._stream = prompt.ids[0, :0], prompt.stream
         self._unread = moved(prompt.inputs, self._device)
 
     def keep(self, columns: Tensor) -> None:
@@ -182,7 +200,10 @@ class PeerState(DraftState):
             raise DraftError(f"{self._choice.name}: the draft is closed; open a new one for each sequence.")
         if self._unread is not None:
             inputs, self._unread = self._unread, None
-            self._read(self._runner, inputs)
+            if isinstance(self._stream, LocalDraftStream):
+                self._runner = self._stream.read()
+            else:
+                self._read(self._runner, inputs)
         return self._runner
 
     def _read(self, runner: Runner, inputs: Mapping[str, Any]) -> None:
@@ -195,7 +216,7 @@ class PeerState(DraftState):
             runner.prefill(inputs, self._columns.to(inputs["input_ids"].device), pruner.compact)
 
     def close(self) -> None:
-        self._runner = None
+        self._runner = self._stream = None
 
 
 @dataclass(frozen=True)
@@ -245,15 +266,25 @@ class DraftDecoder:
         self.prompt_s = 0.0
 
     def read(
-        self, inputs: Mapping[str, Any], keep: Tensor | None, compact: bool, warp: Warp | None, seed: int
+        self,
+        inputs: Mapping[str, Any],
+        keep: Tensor | None,
+        compact: bool,
+        warp: Warp | None,
+        seed: int,
+        stream: LocalDraftStream | None = None,
     ) -> None:
-        """Run the prompt, or the columns `keep` of it, numbered anew if `compact`. `warp` is the target's sampling, None for
-        the likeliest tokens; `seed` is of the tokens that are drawn here."""
+        """Run the prompt, or the columns `keep` of it, numbered anew if `compact`; or the question that `stream` was asked.
+        `warp` is the target's sampling, None for the likeliest tokens; `seed` is of the tokens that are drawn here."""
         began = time.perf_counter()
         self._prompt = inputs["input_ids"][0].cpu()
         self._warp, self._random = warp, torch.Generator().manual_seed(seed)
-        inputs = moved(inputs, self._device)
-        self._after_prompt = self._runner.prefill(inputs, *(() if keep is None else (keep, compact)))[0]
+        if stream is not None:
+            self._runner = runner = stream.read()
+            self._after_prompt = runner.logits[0]
+        else:
+            inputs = moved(inputs, self._device)
+            self._after_prompt = self._runner.prefill(inputs, *(() if keep is None else (keep, compact)))[0]
         self._origin = self._runner.length()
         self.prompt_s = time.perf_counter() - began
 
@@ -302,12 +333,21 @@ class Local:
         self._asked: tuple[int, list[int], int] | None = None
 
     def begin(
-        self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
+        self,
+        inputs: Mapping[str, Any],
+        warp: Warp | None,
+        pruned: bool,
+        compact: bool,
+        seed: int,
+        stream: DraftStream | None = None,
     ) -> None:
         """As that of `Remote`; the prompt is read with the first window."""
         warp = None if warp is None else _at(warp, inputs["input_ids"].device)
         self._unread: dict[str, Any] | None
         self._unread = dict(inputs=inputs, keep=None, compact=compact, warp=warp, seed=seed)
+        if isinstance(stream, LocalDraftStream):
+            # What it holds is written by passes of the session, in their order on the device.
+            self._unread["stream"], self._stream = stream, None
         self._wait()
 
     def keep(self, columns: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import Runner
 from mmaccel.core.decoding.draft import UNIT_SLACK, Warp
+from mmaccel.core.decoding.watching import DraftStream
 from mmaccel.core.decoding.worker import OWN, READY, Blob, Message, Wire, Worker, beating, inbox
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.registry import registry
@@ -52,7 +53,13 @@ class Remote:
         self._open = _OPEN.setdefault(worker, WeakValueDictionary())
 
     def begin(
-        self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
+        self,
+        inputs: Mapping[str, Any],
+        warp: Warp | None,
+        pruned: bool,
+        compact: bool,
+        seed: int,
+        stream: DraftStream | None = None,
     ) -> None:
         """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns."""
         for message in self._worker.drain():

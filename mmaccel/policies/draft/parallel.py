@@ -104,6 +104,10 @@ class Parallel(PeerStrategy):
             )
 
     @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"rollback", "prompt" if self.process else "video"})
+
+    @property
     def max_rollback(self) -> int:
         return (self.window or self.most) + 1
 
@@ -202,7 +206,7 @@ class Pipeline(DraftState):
             device = "cpu" if generator is None else generator.device
             seed = int(torch.randint(1 << 62, (1,), generator=generator, device=device))
         pruned, compact = pruner is not None, pruner is not None and pruner.compact
-        self._engine.begin(prompt.inputs, prompt.warp, pruned, compact, seed)
+        self._engine.begin(prompt.inputs, prompt.warp, pruned, compact, seed, prompt.stream)
         if pruner is None:
             self._ask()
 

@@ -34,6 +34,8 @@ class TextOnly(Sequential):
         super().__post_init__()
         if self.prune is not None:
             raise RecipeError("text_only: prune: there is no video token left to prune; leave it out.")
+        if self.kv is not None:
+            raise RecipeError("text_only: kv: it watches no stream that would need a memory; leave it out.")
 
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)

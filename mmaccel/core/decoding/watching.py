@@ -1,0 +1,123 @@
+"""A draft's own stream: the frames that its target watches, in a memory of the draft's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mmaccel.core.errors import warn
+from mmaccel.core.memory.kv import StreamPolicy
+
+
+@dataclass(frozen=True, eq=False)
+class Watching:
+    """What a draft is told of the session whose frames it is to watch: its processor, memory and `chunk`."""
+
+    processor: Any
+    kv: StreamPolicy
+    chunk: int | None
+
+
+class DraftStream(ABC):
+    """A stream of a draft's own. What is raised ends the draft of a session, and not the session."""
+
+    @abstractmethod
+    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+        """Take in frames [T, 3, H, W] uint8, shown at `times`, after the target did. `fps` is the rate of their clip, if
+        known; `timed`: the times are known, and not made up."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """What `back` needs; one is in use at a time."""
+
+    @abstractmethod
+    def back(self, mark: Any) -> None:
+        """Be as at the moment of `mark`."""
+
+    @abstractmethod
+    def ask(self, question: str, room: int) -> None:
+        """A question comes, of whose answer the target may say `room` tokens; what reads it is the draft's state."""
+
+    @abstractmethod
+    def done(self) -> None:
+        """The question is over: be as before it."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the stream into `folder`, which exists, as .safetensors and .json files."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, into a stream just opened; raises `ModelError` where it does not fit."""
+
+    def idle(self) -> None:
+        """No more frames come for now."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+
+
+class CarefulDraftStream:
+    """The draft's stream beside that of a session: its failure ends the draft alone.
+
+    `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has.
+    """
+
+    def __init__(self, watch: Callable[[], DraftStream] | None = None) -> None:
+        self.stream: DraftStream | None = None
+        self.failed = ""
+        if watch is not None:
+            with self.dropping():
+                self.stream = watch()
+
+    @contextmanager
+    def dropping(self) -> Iterator[DraftStream | None]:
+        """Run what may fail with the draft's stream; None where there is none."""
+        try:
+            yield self.stream
+        except Exception as error:
+            stream, self.stream = self.stream, None
+            self.failed = f"{type(error).__name__}: {error}"
+            warn(
+                f"the draft's own stream failed and was dropped; the session goes on without a draft ({self.failed})."
+            )
+            if stream is not None:
+                # It is broken already; that it cannot tidy up either is no news.
+                with suppress(Exception):
+                    stream.close()
+
+    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+        """Take in frames, if there are any."""
+        with self.dropping() as stream:
+            if stream is not None and len(frames):
+                stream.take(frames, times, fps, timed)
+
+    def idle(self) -> None:
+        """No more frames come for now."""
+        with self.dropping() as stream:
+            if stream is not None:
+                stream.idle()
+
+    def mark(self) -> Any:
+        """What `back` needs."""
+        with self.dropping() as stream:
+            return None if stream is None else stream.mark()
+
+    def back(self, mark: Any) -> None:
+        """As it was at `mark`."""
+        with self.dropping() as stream:
+            if stream is not None:
+                stream.back(mark)
+
+    def close(self) -> None:
+        """Give back what is held; a second call does nothing."""
+        with self.dropping() as stream:
+            self.stream = None
+            if stream is not None:
+                stream.close()

@@ -1,0 +1,88 @@
+"""A draft's own stream in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mmaccel.core.attach import StreamAdapter
+from mmaccel.core.decoding.generate import Deadline
+from mmaccel.core.decoding.watching import DraftStream
+from mmaccel.core.errors import ModelError
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.streams.question import QuestionRunner
+from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
+from mmaccel.core.streams.stream_runner import StreamRunner
+
+FACTS = "stream.json"
+
+
+class LocalDraftStream(DraftStream):
+    """A `StreamRunner` on the draft's model, with a memory `kv` of its own; it begins with the first frames."""
+
+    def __init__(self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None) -> None:
+        self._adapter, self._kv, self._chunk = adapter, kv, chunk
+        self._live: StreamRunner | None = None
+        self._asked: tuple[str, int] | None = None
+        self._question = ExitStack()
+
+    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+        if self._live is None:
+            parts = self._adapter, self._kv, self._chunk, frames, fps, timed
+            self._live = StreamRunner.begin(*parts, quiet=True)
+        self._live.take(frames, list(times), lambda done: None, Deadline())
+
+    def idle(self) -> None:
+        if self._live is not None:
+            self._live.state.idle()
+
+    def mark(self) -> Any:
+        return None if self._live is None else self._live.mark()
+
+    def back(self, mark: Any) -> None:
+        self.done()
+        if mark is None:
+            self.close()
+        elif self._live is not None:
+            self._live.back(mark)
+
+    def ask(self, question: str, room: int) -> None:
+        self._asked = question, room
+
+    def read(self) -> QuestionRunner:
+        """Run the question that was asked: what goes on after it, until `done`."""
+        if self._live is None or self._asked is None:
+            raise ModelError("the draft has seen no frame, or was asked nothing.")
+        return self._question.enter_context(self._live.asked(*self._asked, weigh=False))
+
+    def done(self) -> None:
+        self._asked = None
+        self._question.close()
+
+    def save(self, folder: Path) -> None:
+        if self._live is None:
+            raise ModelError("the draft has seen no frame.")
+        facts = write_stream(folder, self._live)
+        checkpoint_io.write_json(folder / FACTS, {**facts, "kv": lasting(self._kv)})
+
+    def load(self, folder: Path) -> None:
+        if not (folder / FACTS).is_file():
+            raise ModelError(f"{folder.parent} was saved without this draft's stream")
+        facts = checkpoint_io.read_json(folder / FACTS, {"model": str, "dtype": str, "kv": dict})
+        check_model(folder, facts, self._adapter)
+        if facts["kv"] != lasting(self._kv):
+            raise ModelError(f"{folder} was saved with another kv of the draft; give the draft that one.")
+        self._live = read_stream(folder, folder / FACTS, facts, self._adapter, self._kv, self._chunk)
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        try:
+            self.done()
+        finally:
+            if live is not None:
+                live.close()

@@ -1,0 +1,151 @@
+"""A stream on disk: its film and its memory, within the folder that `session_io` fills, and how it is read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmaccel.core.attach import StreamAdapter
+from mmaccel.core.errors import ModelError, shown
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.streams.stream_runner import StreamInfo, StreamRunner
+
+FILM, MEMORY = "film.safetensors", "memory"
+PIXELS = 1 << 25
+"""Most pixels of a frame: 8K."""
+
+
+def _is_size(value: Any) -> bool:
+    """Whether it is a height and a width in pixels, of a frame that memory has room for."""
+    whole = isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
+    return whole and value[0] * value[1] <= PIXELS
+
+
+def _counts(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
+
+
+SIZES: dict[str, Callable[[Any], bool]] = {
+    "size": _is_size,
+    "raw": lambda value: value is None or _is_size(value),
+    "fps": lambda value: value is None or (isinstance(value, float) and 0 < value < math.inf),
+    **dict.fromkeys(("unit", "frames"), _counts(1)),
+    **dict.fromkeys(("units", "marks", "pending"), _counts(0)),
+}
+"""What a list of facts says of a stream, and what it must be."""
+
+
+def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
+    """Write a stream's film and memory into `folder`, which exists; the facts `read_stream` asks for. Raises OSError."""
+    adapter, info = live.adapter, live.info
+    (folder / MEMORY).mkdir()
+    live.state.save(folder / MEMORY)
+    tensors = {
+        "spans": torch.tensor(info.spans, dtype=torch.long).view(-1, 2),
+        "times": torch.tensor(info.times, dtype=torch.float64),
+        "marks": info.marks,
+    }
+    checkpoint_io.write_tensors(
+        folder / FILM, tensors if info.pending is None else {**tensors, "pending": info.pending}
+    )
+    return {
+        "model": adapter.signature(),
+        "dtype": _name(adapter.dtype),
+        "size": info.size,
+        "fps": None if info.fps is None else float(info.fps),
+        "unit": info.unit,
+        "timed": info.timed,
+        "raw": info.raw,
+        "frames": len(info.times),
+        "units": len(info.spans),
+        "marks": info.marks.shape[0],
+        "pending": 0 if info.pending is None else info.pending.shape[0],
+    }
+
+
+def check_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> None:
+    """Raise `ModelError` unless the model of `facts` is that of `adapter`, in its type."""
+    dtype = _name(adapter.dtype)
+    if facts["model"] != adapter.signature():
+        raise ModelError(f"{where} was saved from another model; load it with the model it was saved with.")
+    if facts["dtype"] != dtype:
+        kind = shown(facts["dtype"])[1:-1]
+        raise ModelError(
+            f"{where} was saved from a model in {kind} and this one is in {dtype}; load the model in {kind}."
+        )
+
+
+def read_stream(
+    data: Path, told: Path, facts: dict[str, Any], adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None
+) -> StreamRunner:
+    """The stream that `write_stream` wrote into the folder `data`, whose `facts` the file `told` has, with `kv` as memory.
+
+    Raises `ModelError` where they do not fit.
+    """
+    for name, fits in SIZES.items():
+        if name not in facts or not fits(facts[name]):
+            raise damaged(told.parent, f"{name} in {told.name} cannot be")
+    live = StreamRunner(adapter, kv, chunk, _read_info(data, facts, adapter))
+    try:
+        if live.info.timed:  # earlier versions placed every unit at the first clip's rate
+            live.stream.places.told(0, live.info.shown(0))
+        live.state.load(data / MEMORY)
+        if (units := live.state.units()) != facts["units"]:
+            raise damaged(data, f"the memory holds {units} units of {facts['units']}")
+    except BaseException:
+        live.state.close()
+        raise
+    return live
+
+
+def lasting(kv: KVPolicy) -> dict[str, Any] | None:
+    """The fields of a memory of streams that matter before a question, JSON-ready; None for another one."""
+    if not isinstance(kv, StreamPolicy):
+        return None
+    fields = plain(Recipe(kv=kv).to_dict()["kv"]).items()
+    return {name: value for name, value in fields if name not in kv.query_time_fields}
+
+
+def damaged(where: Path, fault: str) -> ModelError:
+    return ModelError(f"{where}: {fault}; the session is damaged, save it again.")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def plain(value: Any) -> Any:
+    """As it is after a way through JSON."""
+
+    def refuse(one: Any) -> None:
+        raise ModelError("recipe: it holds an object that cannot be saved; name its policies instead.")
+
+    return json.loads(json.dumps(value, default=refuse))
+
+
+def _read_info(data: Path, facts: dict[str, Any], adapter: StreamAdapter) -> StreamInfo:
+    wanted: checkpoint_io.Wanted = {
+        "marks": ((facts["marks"], adapter.view.geometry.hidden), adapter.dtype),
+        "spans": ((facts["units"], 2), torch.long),
+        "times": ((facts["frames"],), torch.float64),
+        **({"pending": ((facts["pending"], 3, -1, -1), torch.uint8)} if facts["pending"] else {}),
+    }
+    film = checkpoint_io.read_tensors(data / FILM, wanted, torch.device("cpu"))
+    spans, times = [(a, b) for a, b in film["spans"].tolist()], film["times"].tolist()
+    ends = [0, *(first + count for first, count in spans)]
+    unbroken = all(count > 0 and first == end for (first, count), end in zip(spans, ends, strict=False))
+    rising = all(map(math.isfinite, times)) and times == sorted(times)
+    if not (unbroken and rising and ends[-1] <= len(times)):
+        raise damaged(data, f"spans or times in {FILM} cannot be")
+    (height, width), raw = facts["size"], facts["raw"]
+    raw = None if raw is None else (raw[0], raw[1])
+    marks, timed = film["marks"].to(adapter.device), facts.get("timed") is True
+    more = raw, spans, times, film.get("pending")
+    return StreamInfo((height, width), facts["fps"], facts["unit"], marks, timed, *more)

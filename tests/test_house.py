@@ -163,14 +163,14 @@ def test_core_knows_no_policy() -> None:
     others = [name for kind in BASES for name in registry(kind) if name not in plain]
     named = re.compile(rf"'({'|'.join(others)})'|^({'|'.join(others)})$")
     signals = {"attention"}  # a pruner's signal has the name of the pruner that it was made for
-    for path in (PACKAGE / "core").glob("*.py"):
+    for path in (PACKAGE / "core").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         found = [
             node.value
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and named.search(node.value)
         ]
-        assert set(found) <= signals, f"{path.name} names a policy"
+        assert set(found) <= signals, f"{path.relative_to(PACKAGE)} names a policy"
 
 
 def public_names() -> set[str]:
@@ -288,14 +288,15 @@ def test_the_readme_s_links_lead_somewhere() -> None:
 
 def test_the_pages_name_files_that_are_there() -> None:
     """Paths of ours in the plan of the house, in the page on contributing and in those on papers."""
-    named = re.compile(r"`((?:mmaccel/)?(?:[a-z_0-9]+/)+(?:[a-z_0-9]+\.py)?)`")
+    named = re.compile(r"`((?:[a-z_0-9]+/)+(?:[a-z_0-9]+\.py)?|[a-z_0-9]+\.py)`")
+    files = {path.name for path in house.python_files(PACKAGE, LAB, ROOT / "tests", ROOT / "bench")}
     theirs = "minference/"  # the paper's own repository
     for page in (ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for path in named.findall(page.read_text(encoding="utf-8")):
-            places = (ROOT, PACKAGE, PACKAGE / "backends", PACKAGE / "policies" / "kv", LAB)
-            assert path.startswith(theirs) or any((place / path).exists() for place in places), (
-                f"{page.name} names {path}, which does not exist"
-            )
+            rooms = ("", "core", "backends", "policies/kv")
+            places = (ROOT, LAB, *(PACKAGE / room for room in rooms))
+            there = path in files or any((place / path).exists() for place in places)
+            assert there or path.startswith(theirs), f"{page.name} names {path}, which does not exist"
 
 
 def test_the_lock_fits_the_bounds() -> None:

@@ -106,13 +106,17 @@ def block_mask(part: Part, block_q: int, block_k: int, lead: tuple[int, int]) ->
     least, most = (torch.tensor(end, device=device)[owner] for end in ends)
     q_at = torch.stack([s.q_pos.expand(B, H, -1) for s in spans], 2).contiguous()
     k_at = torch.cat([s.k_pos.expand(B, H, -1) for s in spans], -1)
-    q_has = (q_row >= 0).expand(B, H, -1).contiguous()
+    q_rows, own = q_row.expand(B, H, -1).contiguous(), k_rows.shape[1] > 1
+    q_has = q_rows >= 0
     k_has = (k_rows >= 0).expand(B, H, -1).contiguous()
 
     def see(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         flag = table[b, h, q // block_q, k // block_k]
         gap = q_at[b, h, owner[k], q] - k_at[b, h, k]
         inside = (gap >= least[k]) & (gap < most[k])
+        if part.edge is not None:
+            row = k_rows[b, h if own else 0, k]
+            inside = inside & ((row < part.sinks) | (row > q_rows[b, h, q] + part.edge))
         tested = k_has[b, h, k] & ((flag == ABSENT) | inside)
         return (flag >= 0) & ((flag == FULL) | tested) & q_has[b, h, q]
 

@@ -19,7 +19,7 @@ from mmaccel.backends.ops.block_attend import (
     FULL,
     TEST,
     Call,
-    KeySpan,
+    Part,
     define,
     in_query_order,
     lse_dtype,
@@ -47,7 +47,7 @@ class _Layout:
     """Where the rows of keys lie, and the positions of keys and queries.
 
     k_row, k_pos [B * heads, blocks of all spans, block_k]; q_pos [B * heads, spans, M, block_q]; lo, hi [spans];
-    bias as k_row, None where no span has one.
+    bias as k_row, None where no span has one; q_row [B * heads, M, block_q]; sinks, edge: as of a `Part`.
     """
 
     k_row: Tensor
@@ -56,13 +56,14 @@ class _Layout:
     lo: Tensor
     hi: Tensor
     bias: Tensor | None
+    q_row: Tensor
+    sinks: int
+    edge: int | None
 
     @classmethod
-    def of(
-        cls, spans: Sequence[KeySpan], rows: list[Tensor], B: int, heads: int, M: int, block_k: int
-    ) -> _Layout:
+    def of(cls, part: Part, rows: list[Tensor], B: int, heads: int, M: int, block_k: int) -> _Layout:
         """The keys of all spans side by side; `rows` of each span."""
-        lead = B * heads
+        lead, spans = B * heads, part.spans
 
         def laid(tensors: list[Tensor]) -> Tensor:
             return torch.cat([t.expand(B, heads, -1) for t in tensors], -1).reshape(lead, -1, block_k)
@@ -73,7 +74,9 @@ class _Layout:
             bias = laid([none.expand_as(s.k_row) if s.bias is None else s.bias for s in spans])
         q_pos = torch.stack([s.q_pos.expand(B, heads, -1) for s in spans], 2)
         lo, hi = torch.tensor([(s.lo, s.hi) for s in spans], device=k_row.device).unbind(1)
-        return cls(k_row, k_pos, q_pos.reshape(lead, len(spans), M, -1), lo, hi, bias)
+        q_row = part.q_row.expand(B, heads, -1).reshape(lead, M, -1)
+        q_pos = q_pos.reshape(lead, len(spans), M, -1)
+        return cls(k_row, k_pos, q_pos, lo, hi, bias, q_row, part.sinks, part.edge)
 
     def seen(self, head: Tensor, m: Tensor, blocks: Tensor, span: Tensor, kind: Tensor) -> Tensor:
         """[T, block_q or 1, E, block_k]: which pairs of query blocks m [T] and their entries [T, E] are; -1 is no block."""
@@ -87,6 +90,9 @@ class _Layout:
         # By bounds of each query, not by the gap of each pair: a comparison moves less than a difference.
         at, there = self.q_pos[h, span, m].transpose(1, 2)[..., None], self.k_pos[h, blocks][:, None]
         inside = (there <= at - lo) & (there > at - hi)
+        if self.edge is not None:
+            row = self.k_row[h, blocks][:, None]
+            inside &= (row < self.sinks) | (row > self.q_row[h, m].transpose(1, 2)[..., None] + self.edge)
         return (inside | ~tested) & seen
 
 
@@ -125,7 +131,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     shared = all(t.shape[1] == 1 for t in (q_row, *own, *(offset for offset, _, _ in lists)))
     heads = G if shared else H
     group = H // heads
-    layout = _Layout.of(spans, k_row, B, heads, M, block_k)
+    layout = _Layout.of(part, k_row, B, heads, M, block_k)
     widths = [span.k_row.shape[-1] // block_k for span in spans]
 
     q_row = q_row.expand(B, heads, P).long()

@@ -156,6 +156,7 @@ def attended(
     size: int = 128,
     runs: bool = False,
     extra: bool = False,
+    narrow: bool = False,
     placed: bool = False,
     chunk: int | None = None,
 ) -> None:
@@ -166,7 +167,7 @@ def attended(
     first, second = (KeySpan(rows, rows, rows, lo, hi, lists) for lo, hi in ((0, FAR), (5, 7)))
     if extra:
         second = replace(second, bias=rows.float(), key=key[:, :, :64], value=key[:, :, :64])
-    part = Part(rows, (first, second))
+    part = Part(rows, (first, second), sinks=4 * narrow, edge=-64 if narrow else None)
     attend.block_attend(query, key, key, *part.pack(), block, block, 0.1, S * placed, chunk=chunk)
 
 
@@ -294,6 +295,7 @@ WAYS: dict[str, Callable[[], None]] = {
     "attend shared lists": partial(attended, heads=1),
     "attend large blocks": partial(attended, block=128),
     "attend split": partial(attended, chunk=2),
+    "attend narrow": partial(attended, narrow=True),
     "attend extra": partial(attended, extra=True),
     "attend extra split": partial(attended, extra=True, chunk=2),
     "attend runs split": partial(attended, runs=True, placed=True, chunk=2),

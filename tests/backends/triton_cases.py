@@ -20,6 +20,8 @@ from torch import Tensor
 from mmaccel.backends import reference
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_attend as schema
+from mmaccel.backends.ops import operator as operators
+from mmaccel.backends.triton.prefill import attend
 from mmaccel.backends.triton.prefill.attend import block_attend
 from mmaccel.backends.triton.prefill.kernel import WAVES, Work
 from mmaccel.core.errors import RecipeError
@@ -48,6 +50,7 @@ SCENE = Scene(
     seed=11,
 )
 """Two modalities, ragged frames, an island of one token, padding on the left; three heads a group: a pair is short."""
+WIDE = replace(operators.INTERPRETED, shared=attend.PAIRS)
 
 
 def draw(plan: AttentionPlan, groups: int, size: int, seed: int, value_size: int = 0) -> list[Tensor]:
@@ -71,7 +74,8 @@ def check(
     """Run `plan` and hold the answer to float64 attention under its mask; gives out and lse."""
     plan = plan.to(DEVICE)
     query, key, value = (t.to(DEVICE, dtype) for t in tensors)
-    mask, bias = plan.to_mask(), plan.to_bias() if plan.parts[0].extra else None
+    biased = any(span.bias is not None or span.key is not None for span in plan.parts[0].spans)
+    mask, bias = plan.to_mask(), plan.to_bias() if biased else None
     out, lse = attend_plan(plan, query, key, value, scale, kernel)
     for own in plan.own_keys:
         key, value = (
@@ -91,26 +95,30 @@ def check(
     return out, lse
 
 
+@pytest.mark.parametrize("sinks", [None, 4, 0], ids=["all", "window and sinks", "window"])
 @pytest.mark.parametrize(("start", "chunk"), [(0, None), (20, 2)], ids=["whole", "late and split"])
 @pytest.mark.parametrize("name", CASES)
-def test_patterns(name: str, start: int, chunk: int | None) -> None:
-    """Every registered pattern; then as a later piece of the prompt, each row split into pieces of two blocks."""
+def test_patterns(monkeypatch, name: str, start: int, chunk: int | None, sinks: int | None) -> None:
+    """Every registered pattern, and what a window of 21 columns shows of it, with sinks also where neighbouring lists are
+    read together; then as a later piece of the prompt, each row split into pieces of two blocks."""
     scene = replace(SCENE, start=start)
     plan = plan_of(small(name), scene)
     if plan is None:
         assert name == "dense"
         return
-    dense = getattr(plan, "dense", None)
-    heads = () if dense is None else dense.heads
-    assert len(heads) < plan.heads
-    check_served(plan, list(scene.tensors(torch.float32)), partial(block_attend, chunk=chunk), heads)
+    if sinks is not None:
+        plan = plan.within(sinks, 21)
+    if INTERPRETED and sinks:
+        monkeypatch.setattr(operators, "resources", lambda _: WIDE)
+    check_served(plan, list(scene.tensors(torch.float32)), partial(block_attend, chunk=chunk))
 
 
-def check_served(plan: AttentionPlan, tensors: list[Tensor], kernel, dense: tuple[int, ...]) -> None:
+def check_served(plan: AttentionPlan, tensors: list[Tensor], kernel=block_attend) -> None:
     """As `check`, for plans that may leave heads to the dense operator, which tells no log-sum-exp."""
-    if not dense:
+    if plan.dense is None:
         check(plan, tensors, kernel=kernel)
         return
+    assert len(plan.dense.heads) < plan.heads
     plan = plan.to(DEVICE)
     query, key, value = (t.to(DEVICE) for t in tensors)
     exact, allowed = budget(query, key, value, plan.to_mask(), 0.25)
@@ -388,6 +396,4 @@ def test_two_blocks_of_queries_as_one(name: str, start: int) -> None:
             for p in plan.parts
         ),
     )
-    check_served(
-        wide, list(scene.tensors(torch.float32)), block_attend, plan.dense.heads if plan.dense else ()
-    )
+    check_served(wide, list(scene.tensors(torch.float32)))

@@ -209,7 +209,8 @@ class Part:
 
     q_row [b, h, P]: rows of the query tensor, -1 pads to whole blocks. head_range: the part is for these heads alone, and h
     is 1 or their number; None for all. merge_group: parts of different groups may share rows, over disjoint keys, and are
-    merged by log-sum-exp; parts of one group have no row of a head in common.
+    merged by log-sum-exp; parts of one group have no row of a head in common. sinks, edge: in tested blocks query row i sees
+    key row j only where also ``j < sinks`` or ``j > i + edge``; an edge of None: everywhere.
 
     What the host knows of the rows; None stands for not known:
     ordered   `q_row` holds the rows 0 .. ordered - 1 in this order, then -1 alone
@@ -224,6 +225,8 @@ class Part:
     merge_group: int = 0
     ordered: int | None = None
     all_rows: int | None = None
+    sinks: int = 0
+    edge: int | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def of(self, heads: int) -> slice:
@@ -239,8 +242,9 @@ class Part:
 
     @property
     def extra(self) -> bool:
-        """Whether a span has a bias, or keys of its own: not every backend serves that."""
-        return any(span.bias is not None or span.key is not None for span in self.spans)
+        """Whether a span has a bias or keys of its own, or rows see a window: not every backend serves that."""
+        own = any(span.bias is not None or span.key is not None for span in self.spans)
+        return own or self.edge is not None
 
     def first(self, rows: int) -> Part:
         """This part without the rows from `rows` on; made once."""
@@ -257,7 +261,8 @@ class Part:
 
         def flat() -> tuple[list[Tensor | None], list[int]]:
             tensors: list[Tensor | None] = []
-            numbers = [UNKNOWN if n is None else n for n in (self.ordered, self.all_rows)]
+            facts = self.ordered, self.all_rows, self.sinks, self.edge
+            numbers = [UNKNOWN if n is None else n for n in facts]
             for s in self.spans:
                 tensors += [s.k_row, s.q_pos, s.k_pos, s.lists.row, s.lists.index, s.lists.kind]
                 tensors += [s.bias, s.key, s.value]
@@ -273,14 +278,15 @@ class Part:
         """The part that `pack` gave, for all heads of the tensors it is computed on."""
         known: list[Any] = [None if n == UNKNOWN else n for n in numbers]
         spans = []
-        for s in range((len(numbers) - 2) // 6):
+        for s in range((len(numbers) - 4) // 6):
             k_row, q_pos, k_pos, row, index, kind, *extra = tensors[9 * s : 9 * s + 9]
             assert k_row is not None and q_pos is not None and k_pos is not None
             assert row is not None and kind is not None
-            lo, hi, ordered, q_first, ranks, complete = known[2 + 6 * s : 8 + 6 * s]
+            lo, hi, ordered, q_first, ranks, complete = known[4 + 6 * s : 10 + 6 * s]
             facts = BlockLists(row, index, kind), ordered, bool(ranks), q_first, bool(complete)
             spans.append(KeySpan(k_row, q_pos, k_pos, lo, hi, *facts, *extra))
-        return Part(q_row, tuple(spans), ordered=known[0], all_rows=known[1])
+        ordered, all_rows, sinks, edge = known[:4]
+        return Part(q_row, tuple(spans), None, 0, ordered, all_rows, sinks, edge)
 
 
 def with_own_keys(

@@ -4,12 +4,13 @@ together: what a plan of unlike heads is made of, in two launches."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.ops.block_attend import ABSENT, FULL
+from mmaccel.backends.ops.block_attend import ABSENT, FULL, BlockLists, KeySpan, Part
 from mmaccel.backends.ops.operator import operator
 
 ENTRIES = 1 << 24  # most entries of lists looked at at a time, where they are counted
@@ -77,8 +78,8 @@ def reach(
     `BlockLists` has them, without an index: from the first block in which a pair may pass ``lo <= q_place - k_place <
     hi`` to the last.
     """
-    q_min, q_max, _ = _edges(q_row, q_place, block_q)
-    k_min, k_max, kind = _edges(k_row, k_place, block_k)
+    q_min, q_max, _ = edges(q_row, q_place, block_q)
+    k_min, k_max, kind = edges(k_row, k_place, block_k)
     # A block without a key lies where its neighbours do.
     k_max, k_min = k_max.cummax(-1).values, k_min.flip(-1).cummin(-1).values.flip(-1)
     b, h = broad(q_min, k_min)
@@ -123,7 +124,64 @@ def listed_area(
     return (nq.expand(b, h, m) * keys).sum(-1)
 
 
-def _edges(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+def narrowed(part: Part, sinks: int, edge: int, block_q: int, block_k: int) -> Part:
+    """`part`, in which the query of row i sees of its keys those of rows j < `sinks` and j > i + `edge` alone; no host read.
+
+    Of each list stays what lies between its first and its last block that such a key may be in, and up to the last block
+    that the edge cuts it is tested. With sinks each span is two, of the same keys: one of those before `sinks`, whose lists
+    are as short, and one of the rest.
+    """
+    q_least, q_most, _ = edges(part.q_row, part.q_row, block_q)
+
+    def within(span: KeySpan, k_row: Tensor, edge: int) -> KeySpan:
+        k_least, k_most, kind = edges(k_row, k_row, block_k)
+        lists = span.lists
+        row = _trimmed(lists, k_least, k_most, q_least + edge, q_most + edge)
+        kind = torch.where(kind == FULL, lists.kind, ABSENT).to(torch.int8)
+        ordered = span.ordered if k_row is span.k_row else None
+        return replace(
+            span, k_row=k_row, lists=BlockLists(row, lists.index, kind), ordered=ordered, complete=False
+        )
+
+    spans = []
+    for span in part.spans:
+        first = span.k_row < sinks
+        if sinks:
+            spans.append(within(span, torch.where(first, span.k_row, -1), -BEYOND // 2))
+        spans.append(within(span, torch.where(first, -1, span.k_row) if sinks else span.k_row, edge))
+    return replace(part, spans=tuple(spans), sinks=sinks, edge=edge)
+
+
+def _trimmed(lists: BlockLists, k_least: Tensor, k_most: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """[b, h, M, 5]: of each list what stands between the first and the last of its blocks of which `k_most` is above `least`
+    [b, h, M]; those up to the last such block of which `k_least` is not above `most` are tested."""
+    entries = lists.entries
+    (b, h), m, n = broad(lists.row, k_most, least), lists.blocks, k_most.shape[-1]
+    begin, count, head, tail, shift = lists.row.expand(b, h, m, 5).unbind(-1)
+    k_least, k_most = (t.expand(b, h, n) for t in (k_least, k_most))
+    first, past, tested = count, torch.zeros_like(count), torch.zeros_like(count)
+    # No list names a block twice.
+    longest = min(entries.shape[0], n) if entries.shape[0] else n
+    step = max(1, ENTRIES // (b * h * m))
+    for entry in range(0, longest, step):
+        e = torch.arange(entry, min(entry + step, longest), device=begin.device)
+        there, block = e < count[..., None], begin[..., None] + e
+        if entries.shape[0]:
+            block = entries[block.clamp(max=entries.shape[0] - 1)]
+        block = torch.where(there, block + shift[..., None], 0).flatten(2)
+        near = (k_most.gather(-1, block).view(there.shape) > least[..., None]) & there
+        cut = near & (k_least.gather(-1, block).view(there.shape) <= most[..., None])
+        first = torch.minimum(first, torch.where(near, e, BEYOND).amin(-1))
+        past = torch.maximum(past, torch.where(near, e + 1, 0).amax(-1))
+        tested = torch.maximum(tested, torch.where(cut, e + 1, 0).amax(-1))
+    first = torch.minimum(first, past)
+    length = past - first
+    head = torch.minimum((torch.maximum(head, tested) - first).clamp(min=0), length)
+    tail = torch.minimum((tail - first).clamp(min=0), length)
+    return torch.stack([begin + first, length, head, tail, shift], -1)
+
+
+def edges(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """[b, h, blocks] int64, twice: the least and the greatest place of what is there in each block; of nothing, the least
     is beyond all places and the greatest before them. And int8 FULL where all is there, ABSENT elsewhere."""
     place = place.long()

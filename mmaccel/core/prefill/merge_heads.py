@@ -63,6 +63,8 @@ def merge_plans(
     sizes = {(p.block_q, p.block_k, p.batch, p.n_query, p.n_key) for _, p in sparse}
     if len(sizes) > 1:
         raise ValueError(f"plans of different blocks or tensors do not mix: {sorted(sizes)}")
+    if len({(part.sinks, part.edge) for _, plan in sparse for part in plan.parts}) > 1:
+        raise ValueError("plans of different windows do not mix; merge them, and narrow the whole")
     families: dict[tuple[int, bool, int], list[Member]] = {}
     for i, (some, plan) in enumerate(sparse):
         for number in sorted({part.merge_group for part in plan.parts}):
@@ -241,11 +243,18 @@ def _part(
     known = {_all_rows(parts) for _, parts in members}
     each = head_range is None or sum(len(heads) for heads, _ in members) == len(head_range)
     all_rows = known.pop() if each and len(known) == 1 else None
-    group = members[0][1][0].merge_group
+    one = members[0][1][0]
 
     def make() -> Part:
         made = tuple(span() for span in spans)
-        return Part(packer.tensor(q_row), made, head_range, group, all_rows=all_rows)
+        return replace(
+            one,
+            q_row=packer.tensor(q_row),
+            spans=made,
+            head_range=head_range,
+            ordered=None,
+            all_rows=all_rows,
+        )
 
     return make
 

@@ -27,7 +27,7 @@ from mmaccel.backends.ops.block_attend import HeadRange as HeadRange
 from mmaccel.backends.ops.block_attend import KeySpan as KeySpan
 from mmaccel.backends.ops.block_attend import Part as Part
 from mmaccel.backends.ops.block_attend import remember as remember
-from mmaccel.backends.ops.block_lists import listed_area, packed, reach
+from mmaccel.backends.ops.block_lists import edges, listed_area, narrowed, packed, reach
 from mmaccel.backends.ops.operator import constant
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
@@ -77,24 +77,31 @@ def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:
 class DenseHeads:
     """Heads that no part of a plan serves: their queries see every valid key not after them, by the dense operator.
 
-    heads ascending; of the queries, whose layout is `queries`, the first `rows`; keys the layout of all keys.
+    heads ascending; of the queries, whose layout is `queries`, the first `rows`; keys the layout of all keys. sinks and
+    window as of `AttentionPlan.within`, None for no window.
     """
 
     heads: tuple[int, ...]
     queries: TokenLayout
     keys: TokenLayout
     rows: int
+    sinks: int = 0
+    window: int | None = None
 
     def mask(self) -> Tensor:
         """[B, n_query, n_key] bool: the pairs of each of the heads."""
         q, k = self.queries, self.keys
         seen = (k.position[:, None] <= q.position[:, :, None]) & k.valid[:, None] & q.valid[:, :, None]
+        if self.window is not None:
+            column = torch.arange(k.length, device=q.device)
+            seen &= (column < self.sinks) | (column[-q.length :, None] - column < self.window)
         return seen & (torch.arange(q.length, device=q.device) < self.rows)[:, None]
 
     def pairs(self) -> Tensor:
         """[B] float64: how many pairs each of the heads computes."""
         q = self.queries.take(slice(0, self.rows))
-        return ((q.position + 1) * q.valid).sum(1).double()
+        most = self.keys.length if self.window is None else self.sinks + self.window
+        return ((q.position + 1).clamp(max=most) * q.valid).sum(1).double()
 
     def to(self, device: torch.device | str) -> DenseHeads:
         """The same with its layouts on `device`."""
@@ -132,6 +139,29 @@ class AttentionPlan:
             return replace(self, parts=tuple(part.first(rows) for part in self.parts), dense=dense)
 
         return remember(self.memo, ("first", rows), cut)
+
+    def within(self, sinks: int, window: int) -> AttentionPlan:
+        """This plan without the pairs of keys outside the first `sinks` columns and not less than `window` columns behind
+        their query, which are the last of the columns; made once. Of the rest each pair stays, and lists grow shorter.
+
+        Raises `RecipeError` where spans have keys of their own, which have no column.
+        """
+        if window >= self.n_key:
+            return self
+        if self.own_keys:
+            raise RecipeError(
+                "sparse: this plan has keys that stand for many and have no column; choose a memory without a window."
+            )
+        if any(part.edge is not None for part in self.parts):
+            raise ValueError("the plan has a window already")
+
+        def cut() -> AttentionPlan:
+            how = sinks, self.n_key - self.n_query - window, self.block_q, self.block_k
+            parts = tuple(narrowed(part, *how) for part in self.parts)
+            dense = self.dense and replace(self.dense, sinks=sinks, window=window)
+            return replace(self, parts=parts, dense=dense)
+
+        return remember(self.memo, ("within", sinks, window), cut)
 
     @property
     def own_keys(self) -> list[tuple[Tensor, Tensor]]:
@@ -287,8 +317,10 @@ def element_mask(part: Part, span: KeySpan, block_q: int, block_k: int) -> Tenso
     kind = span.lists.table().repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)
     gap = span.q_pos[..., :, None] - span.k_pos[..., None, :]
     inside = (gap >= span.lo) & (gap < span.hi)
-    present = (span.k_row >= 0)[..., None, :]
-    seen = (kind == FULL) | ((kind == ABSENT) & present) | ((kind == TEST) & present & inside)
+    k_row = span.k_row[..., None, :]
+    if part.edge is not None:
+        inside = inside & ((k_row < part.sinks) | (k_row > part.q_row[..., :, None] + part.edge))
+    seen = (kind == FULL) | ((k_row >= 0) & ((kind == ABSENT) | ((kind == TEST) & inside)))
     return seen & (part.q_row >= 0)[..., :, None]
 
 
@@ -351,9 +383,10 @@ def span_from_table(
     """
     b, h, m, n = table.shape
     row, index = table.reshape(b * h * m, n).nonzero(as_tuple=True)
-    q_has, k_has = q_row >= 0, k_row >= 0
-    q_min, q_max = (edge.expand(b, h, m).reshape(-1) for edge in _edges(q_pos, q_has, block_q))
-    k_min, k_max = (edge.expand(b, h, n).reshape(-1) for edge in _edges(k_pos, k_has, block_k))
+    *of_queries, _ = edges(q_row, q_pos, block_q)
+    *of_keys, kind = edges(k_row, k_pos, block_k)
+    q_min, q_max = (edge.expand(b, h, m).reshape(-1) for edge in of_queries)
+    k_min, k_max = (edge.expand(b, h, n).reshape(-1) for edge in of_keys)
     key = (row // m) * n + index
     least, most = q_min[row] - k_max[key], q_max[row] - k_min[key]
     alive = (q_max[row] >= q_min[row]) & (k_max[key] >= k_min[key]) & (most >= lo) & (least < hi)
@@ -361,18 +394,7 @@ def span_from_table(
     test = ((least < lo) | (most >= hi))[alive].long()
     index = index[(2 * row + test).argsort(stable=True)]
     count, tested = (torch.bincount(row, t, minlength=b * h * m).long() for t in (None, test))
-    begin, none = count.cumsum(0) - count, torch.zeros_like(count)
-    lists = torch.stack([begin, count, none, count - tested, none], -1).view(b, h, m, 5)
-    kind = torch.where(_blocks(k_has, block_k).all(-1), FULL, ABSENT).to(torch.int8)
+    none = torch.zeros_like(count)
+    lists = torch.stack([count.cumsum(0) - count, count, none, count - tested, none], -1).view(b, h, m, 5)
     index = index.to(torch.int32) if len(index) else index.new_zeros(1, dtype=torch.int32)
     return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(lists, index, kind), **known)
-
-
-def _edges(pos: Tensor, has: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The least and the greatest of `pos` in each block, of what is there."""
-    least, most = (_blocks(torch.where(has, pos.long(), fill), block) for fill in (FAR, -FAR))
-    return least.amin(-1), most.amax(-1)
-
-
-def _blocks(x: Tensor, block: int) -> Tensor:
-    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)

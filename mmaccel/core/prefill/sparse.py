@@ -182,7 +182,7 @@ def attend_plan(
         for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
             k, v = key[:, run.groups, seen], value[:, run.groups, seen]
             q, at = run.of(query)[:, :, :rows], numbered(run.heads, query.device)
-            out[:, at, :rows] = dense_attend(q, k, v, scale, start, valid)
+            out[:, at, :rows] = dense_attend(q, k, v, scale, start, valid, dense.sinks, dense.window)
             # An index and a number would send the number to the device, which a capture cannot.
             lse[:, :, :rows].index_fill_(1, at, torch.nan)
     return out, lse

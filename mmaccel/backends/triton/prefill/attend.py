@@ -59,7 +59,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     B, H, _, D = query.shape
     G, DV, P = key.shape[1], value.shape[-1], part.q_row.shape[-1]
     out, lse = empty_output(query, value, P, rows, whole=rows > 0 and part.all_rows == rows)
-    extra = part.extra
+    extra = any(s.bias is not None or s.key is not None for s in part.spans)
     if extra:
         key, value = _lined(key), _lined(value)
     if out.numel() == 0 or query.shape[2] == 0 or (key.shape[2] == 0 and not extra):
@@ -110,7 +110,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     scale *= math.log2(math.e)
     short: Tensor | None = None
     if (
-        not extra
+        not part.extra
         and rows
         and lists == H
         and not all(plain)
@@ -142,7 +142,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     ends = (*lines(out), *lead(lse))
     given = (out, lse, *outputs, q_row, *lead(q_row))
     engine = (
-        not extra
+        not part.extra
         and short is None
         and hopper_launch.suits(query, key, value, tall * pack, block_k, positions)
     )
@@ -162,8 +162,8 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
             tuple(s.lo for s in spans), encode_ints(min(s.hi, torch.iinfo(positions).max) for s in spans),
             plain, strides, more,
             *(stride for t in (query, key, value) for stride in (*lines(t), t.stride(3))), *ends, M, scale,
-            D=D, BLOCK_K=block_k, BLOCK_D=size, SPLIT=split, GATED=short is not None,
-            EXTRA=int(extra) * (2 if all(map(_aligned, loaded)) else 1),
+            part.sinks, part.edge or 0, D=D, BLOCK_K=block_k, BLOCK_D=size, SPLIT=split, GATED=short is not None,
+            NARROW=part.edge is not None, EXTRA=int(extra) * (2 if all(map(_aligned, loaded)) else 1),
             WIDE=max(map(_reach, loaded)) >= 2**31,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **layout, **sizes,
             BLOCK_N=min(keys, block_k), num_warps=warps, num_stages=stages,

@@ -86,22 +86,25 @@ def _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, ends, DV, BLOCK
     )
 
 
-@triton.jit(do_not_specialize=["M", "lse_b", "lse_h"])
+@triton.jit(do_not_specialize=["M", "lse_b", "lse_h", "sinks", "edge"])
 def attend_kernel(
     Q, K, V, SHORT, OUT, LSE, PART_OUT, PART_LSE, ITEM, PIECES, SLOT, TOLD, q_row, q_row_b, q_row_h,
     k_row, q_pos, k_pos, offset, index, kind, lo, hi, plain, strides, extra,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, out_b, out_h, out_s, lse_b, lse_h, M, scale,
+    sinks, edge,
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, LISTS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PACK: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PLACED: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, EXTRA: tl.constexpr = 0,
+    NARROW: tl.constexpr = False,
 ):  # fmt: skip
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
     k_row, q_pos, k_pos, offset and kind; the last four and `hi` by `encode_ints`. The last rows, the long ones, come
     first. With EXTRA, `extra` is of each span its keys, values and biases, and their strides by `encode_ints`;
-    it is 2 where all rows of keys and values begin at 16 bytes.
+    it is 2 where all rows of keys and values begin at 16 bytes. NARROW: what is tested is also held to `sinks` and `edge` of
+    the part.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing
@@ -237,6 +240,10 @@ def attend_kernel(
                     low, high = tl.where(later, lows[s], low), tl.where(later, highs[s], high)
                 gap = tl.load(q_at + place)[:, None] - tl.load(k_at + column)[None, :]
                 score = tl.where((gap >= low) & (gap < high), score, float("-inf"))
+                if NARROW:
+                    # Rows of a query and of a key are columns of the sequence.
+                    late = key_row[None, :] > (at + edge)[:, None]
+                    score = tl.where((key_row < sinks)[None, :] | late, score, float("-inf"))
             if EXTRA:
                 bias = tl.load(bias_at + column * bias_step) * 1.4426950408889634
                 score = score * scale + bias[None, :]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import select
-from mmaccel.core.adapter import ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
+from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVState, StreamState
@@ -107,12 +107,14 @@ class StreamAdapter(ABC):
         hidden: bool = False,
         few: bool = False,
         check: Callable[[], None] | None = None,
+        branches: Branches | None = None,
     ) -> Tensor:
         """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory.
 
         Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer. `few`: the
         columns are a question's or an answer's, which few kernels may compute where they round otherwise than the modules.
-        `check` is called at each layer where columns are many; what it raises breaks the pass off.
+        `check` is called at each layer where columns are many; what it raises breaks the pass off. `branches`: the columns
+        are a tree.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import ModelView, home_of
+from mmaccel.core.adapter import Branches, ModelView, home_of
 from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
@@ -225,10 +225,14 @@ class HFStreamAdapter(StreamAdapter):
         hidden: bool = False,
         few: bool = False,
         check: Callable[[], None] | None = None,
+        branches: Branches | None = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
-        run = ForwardPass(self._attention, state=state, prefill=False, stream=True, check=check)
-        steps = self._few if few and embeds.device.type in step.DEVICES else None
+        how = {"prefill": False, "stream": True, "check": check, "branches": branches}
+        run = ForwardPass(self._attention, state=state, **how)
+        # Captured steps have chains alone.
+        captured = few and branches is None and embeds.device.type in step.DEVICES
+        steps = self._few if captured else None
         if steps is not None and steps.serves(embeds):
             with self._busy():
                 return steps.run(run, embeds, hidden)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import mmaccel
-from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
+from mmaccel.core.adapter import Branches
+from mmaccel.core.decoding.draft import Proposal
+from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError, RecipeError
+from mmaccel.core.memory.kv import KVView
+from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly
+from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly, Tree
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=6, window=8)
@@ -26,10 +32,12 @@ def drafts(name: str) -> dict[str, Any]:
         "text_only": TextOnly(model=model, window=3),
         "sequential": Sequential(model=model, window=3),
         "parallel": Parallel(model=model, window=3, process=False),
+        "tree": Tree(model=model),
+        "dynamic": Tree(model=model, shape="dynamic", depth=3, width=2, nodes=6),
     }
 
 
-LOOKS = ("sequential", "parallel")
+LOOKS = ("sequential", "parallel", "tree", "dynamic")
 """Those with a stream of their own: of the target's own model they agree with it."""
 
 
@@ -49,6 +57,45 @@ def test_the_text_is_the_one_without_a_draft(name: str, kv: str, draft: str) -> 
     assert drafted.counters["drafted"] > 0 and "drafted" not in alone.counters
     if draft in LOOKS:
         assert agrees(drafted), "its draft saw what it saw"
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> None:
+    """Tokens 5 7 9 and 5 8, 6 4 as a tree, in one pass and in two; of which 5 7 9 is kept, and 3 comes after it."""
+    tree = Proposal(torch.tensor([5, 6, 7, 8, 4, 9]), parents=torch.tensor([-1, -1, 0, 0, 1, 2])).branches
+    ways, rows = ([1, 5, 7, 9], [1, 5, 8], [1, 6, 4]), torch.tensor([[1, 5, 6, 7, 8, 4, 9]])
+    rows_of = ([0, 1, 3, 6], [0, 1, 4], [0, 2, 5])
+    with open_session(name, TIGHT[kv]) as session:
+        session.watch(film(17), fps=FPS)  # of a unit of two frames one is still to come
+        assert session._live is not None
+        with session._live.asked(QUESTION, 4) as asked:
+            start = asked.length()
+            alone = []
+            for way in ways:
+                alone.append(asked.step(torch.tensor([way]))[0])
+                asked.truncate(start)
+            asked.step(torch.tensor([ways[0]]))
+            then = asked.step(torch.tensor([[3]]))[0]
+            asked.truncate(start)
+            for cut in (7, 3):
+                pieces = [Branches(tree.sees[:cut, :cut], tree.depth[:cut])]
+                if cut < 7:
+                    pieces.append(Branches(tree.sees[cut:], tree.depth[cut:]))
+                parts = rows.split([cut, 7 - cut][: len(pieces)], 1)
+                found = torch.cat([asked.step(*one) for one in zip(parts, pieces, strict=True)], 1)[0]
+                for own, want in zip(rows_of, alone, strict=True):
+                    assert (found[own] - want).abs().max() <= 1e-5
+                if cut == 7:
+                    asked.accept(torch.tensor(rows_of[0]))
+                    assert asked.length() == start + 4
+                    assert (asked.step(torch.tensor([[3]]))[0] - then).abs().max() <= 1e-5
+                    with pytest.raises(
+                        ModelError, match="2 of the last columns cannot be kept; 1 were appended"
+                    ):
+                        asked.state.accept(2)
+                asked.truncate(start)
 
 
 def agreeing(**fields: Any) -> Sequential:
@@ -157,3 +204,29 @@ def test_what_cannot_draft_on_a_stream_is_told_in_one_sentence() -> None:
         TextOnly(model=model, kv="recent")  # type: ignore[arg-type]
     with pytest.raises(DraftError, match="beside"):
         opened("mosaic", "sequential")
+
+
+def test_a_tree_on_a_stream_is_weighed_as_a_chain_is() -> None:
+    """The scores of what a question was shown first have a bias, as those of summary tokens have."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, n, 8, generator=draw) for heads, n in ((4, 3), (2, 10), (2, 10))
+    )
+
+    def attended(
+        query: torch.Tensor, keep: list[int], branches: Branches | None, bias: float
+    ) -> torch.Tensor:
+        shown = KVView(key[:, :, keep], value[:, :, keep], query=query, bias=torch.full((5,), bias))
+        state: Any = SimpleNamespace(view=lambda layer, query: shown)
+        config = AttentionConfig(mmaccel.Recipe(), "auto", None)
+        run = ForwardPass(config, state=state, prefill=False, stream=True, branches=branches)
+        return run.attend(0, query, key, value, 8**-0.5)
+
+    chain = Branches(torch.ones(3, 3).tril().bool(), torch.arange(3))
+    fork = Branches(torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool(), torch.tensor([0, 1, 1]))
+    everything = list(range(10))
+    want = attended(query, everything, None, 3.0)
+    assert (attended(query, everything, chain, 3.0) - want).abs().max() <= 1e-6
+    assert (attended(query, everything, chain, 0.0) - want).abs().max() > 1e-2
+    other = attended(query[:, :, [0, 2]], [*range(8), 9], None, 3.0)
+    assert (attended(query, everything, fork, 3.0)[:, :, [0, 2]] - other).abs().max() <= 1e-6

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.adapter import Branches, Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import LEAST as LEAST
@@ -190,6 +190,8 @@ class StreamPass:
     words    rows ``words[0] .. words[1]`` of a question are the user's own words; by their queries memories are searched
     room     columns that may follow a question as its answer
     weigh    whether `evidence` is asked for after a question, so that what weighs it has to be kept
+    branches  the tree that the rows of an answer are: they stand at their depth, and see their own branches; None: a chain.
+             Only where the memory `allows_branches`
     """
 
     kind: Literal["head", "units", "proxy", "question", "answer"]
@@ -202,6 +204,7 @@ class StreamPass:
     words: tuple[int, int] = (0, 0)
     room: int = 0
     weigh: bool = True
+    branches: Branches | None = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,9 @@ class StreamState(KVState):
     `truncate` reaches back to the beginning of the question. `counters` has "units" taken in, and those "resident",
     whose keys are on the device.
     """
+
+    allows_branches: bool = False
+    """Whether the rows of an answer may be a tree (`StreamPass.branches`), of which `accept` then keeps one path."""
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:
@@ -304,7 +310,7 @@ class StreamState(KVState):
         return None
 
     def accept(self, keep: int | Tensor) -> None:
-        raise ModelError("kv: a stream's memory rolls back by truncate; use a draft that proposes chains.")
+        raise ModelError("kv: this memory rolls back by truncate; use a draft that proposes chains.")
 
     def reorder(self, rows: Tensor) -> None:
         raise ModelError("kv: a stream is one sequence; ask without beams.")

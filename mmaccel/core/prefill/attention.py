@@ -265,7 +265,7 @@ class ForwardPass(PrefillPass):
         """Rows of a tree: each sees what was there before the tree, and its own branch."""
         device = query.device
         sees, depth = branches.sees.to(device), branches.depth.to(device)
-        first = self.start + query.shape[2] - sees.shape[1]
+        first = (key.shape[2] if self.stream else self.start + query.shape[2]) - sees.shape[1]
         column = view.column
         column = torch.arange(key.shape[2], device=device) if column is None else column.to(device)
         inside = column >= first
@@ -273,6 +273,9 @@ class ForwardPass(PrefillPass):
         if view.window is not None:
             near = (first + depth)[:, None] - column < view.window
             mask = mask & (inside | near | (column < view.sinks))
+        if view.bias is not None:
+            added = torch.nn.functional.pad(view.bias, (0, key.shape[2] - len(view.bias)))
+            mask = added.masked_fill(~mask, -torch.inf).to(query.dtype)
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )

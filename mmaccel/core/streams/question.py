@@ -55,11 +55,15 @@ class QuestionRunner(Runner):
         return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
-        if branches is not None:
-            raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
-        stream_pass = StreamPass(kind="answer", rows=ids.shape[1])
-        hidden = self.run(self.state, stream_pass, self.adapter.words(ids[0]), few=True)
+        more: dict[str, Any] = {} if branches is None else {"branches": branches}
+        if more and not self.state.allows_branches:
+            raise ModelError("draft: this kv takes chains, not trees; choose a draft that proposes chains.")
+        stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
+        hidden = self.run(self.state, stream_pass, self.adapter.words(ids[0]), few=True, **more)
         return self.adapter.logits(hidden)[None]
+
+    def accept(self, path: Tensor) -> None:
+        self.state.accept(path)
 
     def truncate(self, length: int) -> None:
         self.state.truncate(length)

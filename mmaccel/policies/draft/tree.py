@@ -33,6 +33,8 @@ class Tree(PeerStrategy):
     paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One beam, from an empty
     cache.
 
+    On a stream the memory has to take trees (`StreamState.allows_branches`), as all of ours do.
+
     model  folder or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each
     depth, width, nodes  of a dynamic tree

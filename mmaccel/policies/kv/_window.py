@@ -138,7 +138,7 @@ class PassState(StreamState):
     """What all memories of keys have in common: the pass under way, and the columns that there are.
 
     A stream has `_headed` columns of the head, `_count` units, and inside a question `_extra` columns of it and its answer,
-    behind `_pending` rows of units yet to come.
+    behind `_pending` rows of units yet to come; the last pass appended `_last` of them.
     """
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
@@ -146,10 +146,25 @@ class PassState(StreamState):
         self.rope = Rope(model, stream.dtype)
         self._stream_pass: StreamPass | None = None
         self._new: dict[int, Pair] = {}
-        self._headed = self._count = self._extra = self._pending = 0
+        self._headed = self._count = self._extra = self._pending = self._last = 0
 
     def _cut(self, columns: int) -> None:
         """Keep the first `columns` columns of each layer, as far as it has them."""
+
+    def _keep_path(self, start: int, path: Tensor) -> None:
+        """At each layer, of the columns of a question and its answer from `start` on, keep those at `path` [k] ascending,
+        counted from there."""
+        raise ModelError("kv: this memory takes no trees; use a draft that proposes chains.")
+
+    def _after(self, units: int, extra: int, stream_pass: StreamPass, own: bool) -> Tensor:
+        """[n] or [3, n]: where the rows of a question or an answer stand, behind `units` units and `extra` of its columns.
+        Those of a tree stand at their depth. `own`: units are at their own times."""
+        places, branches, rows = self.stream.places, stream_pass.branches, stream_pass.rows
+        if branches is None:
+            return places.after(units, self._pending, extra, rows, own)
+        start = extra - (branches.sees.shape[1] - rows)
+        line = places.after(units, self._pending, start, int(branches.depth.max()) + 1, own)
+        return line[..., branches.depth.to(line.device)]
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         self._stream_pass = stream_pass
@@ -177,6 +192,7 @@ class PassState(StreamState):
             self._move(stream_pass)
         elif stream_pass.kind != "proxy":
             self._extra += stream_pass.rows
+            self._last = stream_pass.rows
         self._break_off()
 
     def _move(self, stream_pass: StreamPass) -> None:
@@ -189,7 +205,7 @@ class PassState(StreamState):
 
     def _forget_question(self) -> None:
         self._break_off()
-        self._extra = self._pending = 0
+        self._extra = self._pending = self._last = 0
         self._cut(self.length())
 
     @contextmanager
@@ -208,8 +224,18 @@ class PassState(StreamState):
     def truncate(self, length: int) -> None:
         if not 0 <= self.length() - length <= self._extra:
             raise ModelError(f"kv: the stream has {self.length()} columns; it cannot be cut to {length}.")
-        self._extra -= self.length() - length
+        gone = self.length() - length
+        self._extra, self._last = self._extra - gone, max(0, self._last - gone)
         self._cut(length)
+
+    @torch.no_grad()
+    def accept(self, keep: int | Tensor) -> None:
+        count, last = keep if isinstance(keep, int) else keep.numel(), self._last
+        if not 0 <= count <= last:
+            raise ModelError(f"kv: {count} of the last columns cannot be kept; {last} were appended.")
+        if isinstance(keep, Tensor):
+            self._keep_path(self._extra - last, keep)
+        self.truncate(self.length() - last + count)
 
 
 def words_of(stream_pass: StreamPass) -> tuple[int, int]:

@@ -31,6 +31,8 @@ class StreamMemory(PassState):
     device; how many they are the host knows.
     """
 
+    allows_branches = True
+
     def __init__(
         self,
         stream: Stream,
@@ -149,6 +151,13 @@ class StreamMemory(PassState):
         self._asked.clear()
         self._rows.clear()
 
+    def _keep_path(self, start: int, path: Tensor) -> None:
+        for asked in self._asked.values():
+            begin = asked.base + start
+            for side in (asked.key, asked.value):
+                # Copied before it is written: both lie in one buffer.
+                side[:, :, begin : begin + len(path)] = side.index_select(2, path.to(side.device) + begin)
+
     def fit(self, first: int, count: int) -> int:
         return self.bases.same(first, count)
 
@@ -185,7 +194,7 @@ class StreamMemory(PassState):
         )
         angles = self.rope.at(
             ("tail", seen, extra, stream_pass.rows),
-            lambda: self.stream.places.after(seen, self._pending, extra, stream_pass.rows, not self.compact),
+            lambda: self._after(seen, extra, stream_pass, not self.compact),
         )
         start, end = asked.base + extra, asked.base + extra + max(stream_pass.rows, MARGIN)
         asked.key, asked.value = (grow_buffer(x, 2, end, used=start) for x in (asked.key, asked.value))

@@ -184,8 +184,11 @@ class FullState(LayeredState):
 class WholeStream(PassState):
     """Every query of a stream sees every column before it, as in the plain model; so how the stream is cut changes nothing.
 
-    Subclasses keep turned keys and values: `_show` takes in those of a pass and gives all, `_cut` forgets the last.
+    Subclasses keep turned keys and values: `_show` takes in those of a pass and gives all, `_cut` forgets the last, and
+    `_keep_path` keeps some of them.
     """
+
+    allows_branches = True
 
     @abstractmethod
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
@@ -206,7 +209,7 @@ class WholeStream(PassState):
             return places.head()
         if stream_pass.kind == "units":
             return places.own(stream_pass.first, stream_pass.count)
-        return places.after(self._count, self._pending, self._extra, stream_pass.rows, own=True)
+        return self._after(self._count, self._extra, stream_pass, own=True)
 
     def end_pass(self) -> None:
         proxy = self._stream_pass is not None and self._stream_pass.kind == "proxy"
@@ -269,6 +272,9 @@ class FullStream(WholeStream):
 
     def _cut(self, columns: int) -> None:
         self._state.truncate(min(columns, self._state.length()))
+
+    def _keep_path(self, start: int, path: Tensor) -> None:
+        self._state.accept(path)
 
     def held(self) -> int:
         return self._state.held()

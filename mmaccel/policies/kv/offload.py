@@ -79,6 +79,11 @@ class OffloadStream(WholeStream):
             self._turns = [None] * len(self._turns)
         self.store.cut(max(0, columns - self.stream.head) // self.stream.unit)
 
+    def _keep_path(self, start: int, path: Tensor) -> None:
+        for pair in self._turns:
+            for side in pair or ():
+                side[:, :, start : start + len(path)] = side.index_select(2, path.to(side.device) + start)
+
     def _save(self, folder: Path) -> None:
         tensors: dict[str, Tensor] = {}
         for layer, head in enumerate(self._heads):

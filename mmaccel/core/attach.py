@@ -43,8 +43,18 @@ class Clip:
     part: bool = False
 
 
-class StreamAdapter(ABC):
-    """One model and its processor as streams use them: pixels to features, features through the layers, text both ways.
+@dataclass(frozen=True, eq=False)
+class Question:
+    """Tokens [n] that follow the video and its marks, and their input embeddings [n, E]; ``words[0] .. words[1]`` of them
+    are the user's own."""
+
+    ids: Tensor
+    words: tuple[int, int]
+    embeds: Tensor
+
+
+class StreamModel(ABC):
+    """One model as a stream uses it: pixels to features, features through the layers.
 
     Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
     threads are done. P tokens a unit, E hidden size, V vocabulary.
@@ -57,19 +67,9 @@ class StreamAdapter(ABC):
     """Of embeddings, keys and values."""
     device: torch.device
 
-    @abstractmethod
-    def clips(
-        self, video: Any, fps: float | None, check: Callable[[], None] | None = None
-    ) -> Generator[Clip, None, None]:
-        """`video` (frames, a `Video`, a clip, a path) as frames a session takes in; a path is read at `fps`, in pieces.
-
-        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError` in one
-        sentence.
-        """
-
-    @abstractmethod
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
         """Whether frames [T, 3, H, W] come to the vision tower in the size in which frames of `size` (height, width) do."""
+        return True
 
     @abstractmethod
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -78,18 +78,21 @@ class StreamAdapter(ABC):
         Frames that do not fit with those of `size` are resized to it.
         """
 
-    @abstractmethod
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
         """`frames` [T, 3, H, W] at (height, width)."""
+        return frames
 
     @abstractmethod
     def head(self) -> Tensor:
         """[h] ids of the prompt before the video."""
 
+    def head_embeds(self) -> Tensor:
+        """[h, E] their input embeddings."""
+        return self.words(self.head())
+
     @abstractmethod
-    def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:
-        """Tokens [n] that follow the video and its marks when `question` is asked; ``words[0] .. words[1]`` of them are the
-        user's own. Raises `ModelError` for an empty question."""
+    def question(self, text: str) -> Question:
+        """The question `text`, asked after the video; of a model that reads one prompt the prompt's own, whatever `text`."""
 
     @abstractmethod
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
@@ -120,6 +123,29 @@ class StreamAdapter(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, V] logits of final hidden states [n, E]."""
+
+
+class StreamAdapter(StreamModel):
+    """One model and its processor as sessions use them: videos to frames, text both ways, and what a `StreamModel` does."""
+
+    @abstractmethod
+    def clips(
+        self, video: Any, fps: float | None, check: Callable[[], None] | None = None
+    ) -> Generator[Clip, None, None]:
+        """`video` (frames, a `Video`, a clip, a path) as frames a session takes in; a path is read at `fps`, in pieces.
+
+        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError` in one
+        sentence.
+        """
+
+    @abstractmethod
+    def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:
+        """Tokens [n] that follow the video and its marks when `question` is asked; ``words[0] .. words[1]`` of them are the
+        user's own. Raises `ModelError` for an empty question."""
+
+    def question(self, text: str) -> Question:
+        ids, words = self.tail(text)
+        return Question(ids, words, self.words(ids))
 
     @abstractmethod
     def ends(self) -> frozenset[int]:
@@ -232,7 +258,11 @@ class Accelerated:
 
     def _closed(self, state: KVState) -> None:
         if self._state() is state:
-            self._counted = dict(state.counters())
+            self.closed(state, state.counters())
+
+    def closed(self, state: KVState, counters: Mapping[str, float]) -> None:
+        """`state`, which was opened last, is of no more use; reports have what it `counters`."""
+        self._state, self._counted = lambda: None, dict(counters)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, or that of the wrapper it came in."""

@@ -189,6 +189,9 @@ class PositionIds:
     `steps(n)` [n] long, what is added to the first coordinate of units 0 .. n - 1; `text` the position of the first token
     after one unit, `slope` how much a further unit adds to it. `limit` is the length the model was made for.
 
+    `after` [A, t]: what the first t columns of the text add to its first position, where images or videos stand among them;
+    None: their number.
+
     `pace`: positions are seconds. `told` then says when units were shown, and a unit's *own* place follows from that: in
     slots, intervals of the even rate since the first unit, in which a unit of an even stream has its number. A unit between
     two slots stands where the model has a frame of that second; one further out than `limit`, at the limit.
@@ -203,9 +206,10 @@ class PositionIds:
         slope: int,
         limit: int,
         pace: Pace | None = None,
+        after: Tensor | None = None,
     ) -> None:
         self._head, self._unit, self._make = head, unit, steps
-        self._text, self._slope = text, slope
+        self._text, self._slope, self._after = text, slope, after
         self._steps, self._known = torch.zeros(0, dtype=torch.long), list[int]()
         self._upto(32)
         # On the host, for a question is not to wait for the device.
@@ -302,9 +306,12 @@ class PositionIds:
 
     def tail(self, units: int, start: int, count: int) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows the video after `units` units."""
-        begin = self._text + (units - 1) * self._slope + start
-        row = torch.arange(begin, begin + count, device=self._head.device)
-        return self._shaped(row.expand(self.axes, -1))
+        begin = self._text + (units - 1) * self._slope
+        row = torch.arange(start, start + count, device=self._head.device)
+        if self._after is None:
+            return self._shaped((row + begin).expand(self.axes, -1))
+        last = row.clamp(max=self._after.shape[1] - 1)
+        return self._shaped(self._after[:, last] + (row - last) + begin)
 
     def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows `units` units: first the `pending`
@@ -327,8 +334,13 @@ class PositionIds:
         """The position of the last of `rows` columns after `units` units, as `after` has them, and how many positions all
         take up to there: of three coordinates that of time may be further out than the text. `own`: as there."""
         whole = units + pending // self._unit.shape[1]
-        last = self._text + (whole - 1) * self._slope + rows - pending - 1
-        return last, max(last, self.span(whole, own)) + 1
+        first, count = self._text + (whole - 1) * self._slope, rows - pending
+        if self._after is None:
+            last = most = first + count - 1
+        else:
+            last = int(self.tail(whole, count - 1, 1).max())
+            most = max(last, first + int(self._after.max()))
+        return last, max(most, self.span(whole, own)) + 1
 
     def admits(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
         """Whether the model has the positions of `ends`, and one more for an answer."""

@@ -184,13 +184,22 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
 def check_sequences(recipe: Recipe) -> None:
     """Raise `RecipeError` for a recipe that cannot serve a model's own `generate`."""
     if not recipe.kv.sequences:
-        raise RecipeError(
-            f"kv {recipe.kv.name!r} is a memory of video streams; use it in a VideoSession, or set kv to {DEFAULTS['kv']!r}."
-        )
+        _stream_memory(recipe)
 
 
 def stream_policy(recipe: Recipe) -> StreamPolicy:
     """The memory of a recipe that can serve a stream; raises `RecipeError` for one that cannot."""
+    kv, draft = _stream_memory(recipe), recipe.draft
+    if draft.active and "prompt" in draft.needs:
+        raise RecipeError(
+            f"draft {draft.name!r} needs the prompt's own inputs, pixels included, and a stream has none; set draft to "
+            f"{DEFAULTS['draft']!r}."
+        )
+    return kv
+
+
+def _stream_memory(recipe: Recipe) -> StreamPolicy:
+    """The memory of a recipe that reads a video as a stream, a session's or a prompt's."""
     kv, draft = recipe.kv, recipe.draft
     if not isinstance(kv, StreamPolicy):
         streams = " or ".join(
@@ -206,18 +215,13 @@ def stream_policy(recipe: Recipe) -> StreamPolicy:
         raise RecipeError(f"prune {recipe.prune.name!r} has no part in a stream; leave prune out.")
     if draft.active and "memory" in draft.needs:
         raise RecipeError(
-            f"draft {draft.name!r} drafts over the cache of a prompt that it saw being read, and a session reads its video "
+            f"draft {draft.name!r} drafts over the cache of a prompt that it saw being read, and a stream's video is read "
             f"before there is a question; set draft to {DEFAULTS['draft']!r}."
-        )
-    if draft.active and "prompt" in draft.needs:
-        raise RecipeError(
-            f"draft {draft.name!r} needs the prompt's own inputs, pixels included, and a stream has none; set draft to "
-            f"{DEFAULTS['draft']!r}."
         )
     if draft.active and draft.pruner is not None:
         raise RecipeError(
             f"draft {draft.name!r} has prune {draft.pruner.name!r}, which chooses as the target reads a whole prompt, and a "
-            "session reads its video before there is a question; leave the draft's prune out."
+            "stream's video is read before there is a question; leave the draft's prune out."
         )
     return kv
 

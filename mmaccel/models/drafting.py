@@ -17,8 +17,9 @@ from mmaccel.core.decoding.generate import CarefulDraft, Ended, Speculation, loc
 from mmaccel.core.errors import DraftError, ModelError, warn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import columns, is_given
-from mmaccel.models.runner import open_runner, unpadded
+from mmaccel.models.prompt_layout import PIXELS, columns, is_given
+from mmaccel.models.prompt_stream import PromptRunner, runner_of
+from mmaccel.models.runner import unpadded
 from mmaccel.models.signals import Listener
 
 STATEFUL = {
@@ -46,6 +47,10 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
                 seconds = attachment.time_left()
                 row = row if seconds is None else {**row, "max_time": seconds}
                 begun.append(_Sequence(attachment, row, generator))
+                if not attachment.owner.recipe.kv.sequences:
+                    # One stream after the other, so that no more than one memory is there.
+                    lockstep([begun[-1].decoding])
+                    begun[-1].end()
         except Ended:
             if not begun:
                 raise
@@ -106,8 +111,8 @@ def _sequences(
         raise DraftError(
             "streamer: a streamer is shown one sequence; give prompts one by one, or leave it out."
         )
-    cache = kwargs.pop("past_key_values")
-    if cache.get_seq_length() or getattr(cache, "state", None) is None:
+    cache = kwargs.pop("past_key_values", None)
+    if cache is not None and (cache.get_seq_length() or getattr(cache, "state", None) is None):
         raise DraftError(
             f"past_key_values: draft {name!r} keeps a cache for each sequence of a batch; leave it out."
         )
@@ -142,14 +147,21 @@ class _Sequence:
     ) -> None:
         """Read the prompt, and commit its first token."""
         self._attachment, self._generator = attachment, generator
-        if kwargs.get("past_key_values") is None:  # one of a batch, whose cache and layout are not its own
+        self.given, self._over = kwargs["input_ids"], False
+        streams = not attachment.owner.recipe.kv.sequences
+        if kwargs.get("past_key_values") is None and not streams:
+            # One of a batch, whose cache and layout are not its own.
             kwargs["past_key_values"] = attachment.cache()
             attachment.promise(kwargs)
-        self.given = kwargs["input_ids"]
-        kwargs = attachment.limited(_without_pads(attachment, kwargs))
+        kwargs = _without_pads(attachment, kwargs)
+        kwargs = kwargs if streams else attachment.limited(kwargs)
         self._raw = dict(kwargs)
         # transformers shows it the prompt, and leaves the rest to the loop
         self._streamer = self._raw.pop("streamer", None)
+        if streams:
+            # transformers would have the tower see all frames at once; those of a stream are read from the raw inputs.
+            seen = {*PIXELS.values(), *attachment.family.facts}
+            kwargs = {name: value for name, value in kwargs.items() if name not in seen}
         try:
             attachment.generate(**kwargs, custom_generate=self._prefill)
         finally:
@@ -160,6 +172,7 @@ class _Sequence:
             self.decoding.advance()
         except BaseException:
             self.decoding.close()
+            self.runner.settle()
             raise
 
     def _prefill(
@@ -181,20 +194,22 @@ class _Sequence:
                     "are taken back; leave one of both out."
                 )
         model_kwargs.pop("labels", None)  # as transformers' own loops do
-        self.cache = model_kwargs.pop("past_key_values")
-        if self.cache.get_seq_length():
+        self.cache, most = model_kwargs.pop("past_key_values"), options.max_length - input_ids.shape[1]
+        if not owner.recipe.kv.sequences:
+            self.cache = None
+        elif self.cache.get_seq_length():
             raise DraftError(
                 f"past_key_values: draft {draft.name!r} starts from an empty cache; leave it out."
             )
         self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
-        self.runner = open_runner(model, attachment.family, self.cache)
+        self.runner = runner_of(attachment, model, self.cache, most)
         warped = options.do_sample or logits_processor
         prompt = Prompt(
             inputs=self._raw,
             ids=input_ids,
             warp=Sampling(logits_processor, options.do_sample) if warped else None,
             generator=self._generator,
-            max_new_tokens=options.max_length - self.read,
+            max_new_tokens=most,
         )
         scored = options.return_dict_in_generate and (options.output_scores or options.output_logits)
         self.rows: list[Tensor] | None = [] if scored else None
@@ -223,9 +238,12 @@ class _Sequence:
                 layout = attachment.family.layout(attachment.model, self._raw)
                 listener = Listener(owner, pruner, layout, keep, careful.drop)
             probes = [one for one in (probe, listener) if one is not None]
-            first = self.runner.prefill({"input_ids": input_ids, **model_kwargs}, probes=probes)
+            inputs = self._raw if self.cache is None else {"input_ids": input_ids, **model_kwargs}
+            first = self.runner.prefill(inputs, probes=probes)
             if listener is not None:
                 listener.close()
+            if isinstance(self.runner, PromptRunner):
+                stopping_criteria.append(self.runner.ends(self.read))
             self.draft = careful.state
             self.decoding = Speculation(
                 self.runner,
@@ -240,10 +258,14 @@ class _Sequence:
         except BaseException:
             if careful.state is not None:
                 careful.state.close()
+            self.runner.settle()
             raise
 
     def end(self) -> None:
-        """Leave cache and meter as others expect them, however the decoding ended."""
+        """Leave cache and meter as others expect them, however the decoding ended; a second call does nothing."""
+        if self._over:
+            return
+        self._over = True
         self.decoding.close()
         self.runner.settle()
         try:
@@ -255,7 +277,9 @@ class _Sequence:
             )
             self.meter.whole.note(f"draft: {message}")
             warn(f"the draft failed after the answer: {message}.")
-        if (state := getattr(self.cache, "state", None)) is not None:
+        if isinstance(self.runner, PromptRunner):
+            self.meter.kv = self.runner.counters
+        elif (state := getattr(self.cache, "state", None)) is not None:
             self.meter.kv = state.counters()
         if self._streamer is not None and self.decoding.ended:
             self._streamer.end()

@@ -265,8 +265,7 @@ class Family(ModelFamily):
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
         """(height, width) in pixels of the video frames of `inputs`."""
-        height, width = inputs["pixel_values_videos"].shape[-2:]
-        return height, width
+        return tuple(inputs["pixel_values_videos"].shape[-2:])  # type: ignore[return-value]
 
     def embed(self, model: nn.Module, inputs: Inputs) -> Tensor:
         caught: list[Tensor] = []
@@ -291,6 +290,10 @@ class Family(ModelFamily):
         features = self.multimodal(model).get_video_features(*given, return_dict=True).pooler_output  # type: ignore[operator]
         rows = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
         return rows.to(home_of(model), self.words(model).weight.dtype)
+
+    def by_frame(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Callable[[Tensor], dict[str, Any]]]:
+        """Pixels [T, ., ., .] of the one video of `inputs`, a row a frame; and what makes inputs of whole units of them."""
+        raise self._lacks("which pixels are a frame's")
 
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
         """How many patches the vision tower makes of `pixels`, as the model's processor gives them."""

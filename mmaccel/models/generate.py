@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mmaccel.core.decoding.generate import Deadline, Ended
-from mmaccel.core.errors import DraftError, ModelError, warn
+from mmaccel.core.errors import DraftError, MmaccelError, ModelError, warn
 from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache
@@ -42,18 +42,26 @@ LOOPS = (
 )
 """Arguments of `generate` that choose a decoding loop."""
 
-_LOOP = "draft {draft!r} has a decoding loop of its own; leave one of the two out."
-_ROWS = "draft {draft!r} gives tokens, scores and logits only; leave it out, or detach the draft."
+_LOOP = "{part} has a decoding loop of its own; leave one of the two out."
+_ROWS = "{part} gives tokens, scores and logits only; leave it out, or detach the recipe."
 DRAFT = {
     **dict.fromkeys(LOOPS, _LOOP),
-    "num_beams": "draft {draft!r} decodes each sequence with one beam; set num_beams to 1.",
+    "num_beams": "{part} decodes each sequence with one beam; set num_beams to 1.",
     **dict.fromkeys(("output_attentions", "output_hidden_states"), _ROWS),
-    "inputs_embeds": "draft {draft!r} reads token ids; give input_ids.",
-    "guidance_scale": "it keeps state from earlier tokens, and draft {draft!r} scores tokens that may be rejected; "
+    "inputs_embeds": "{part} reads token ids; give input_ids.",
+    "guidance_scale": "it keeps state from earlier tokens, and {part} scores tokens that may be rejected; "
     "leave one of the two out.",
 }
 """Arguments of `generate` that a draft does not take. It also refuses filled caches, and processors that remember
 (`drafting.STATEFUL`)."""
+STREAM = {
+    **DRAFT,
+    "guidance_scale": "it runs the model beside {part}, which has one stream; leave it out, or set kv to 'full'.",
+    "past_key_values": "{part} opens a memory for each prompt, and keeps none between calls; give the whole prompt.",
+    "position_ids": "{part} gives a stream positions of its own; leave them out.",
+    "mm_encoder_outputs": "{part} reads videos by their pixels; give pixel_values_videos.",
+}
+"""The same of a memory of streams."""
 
 OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache")
 """Arguments of `generate` that ask for more than the loop without a draft gives, beside those of `DRAFT`."""
@@ -84,13 +92,17 @@ def check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
         raise ModelError(
             f"prefill_chunk_size: prune {recipe.prune.name!r} runs the prompt whole; leave it out."
         )
-    if not recipe.draft.active:
-        return
-    for name, sentence in DRAFT.items():
-        if wants(attachment, name, kwargs):
-            raise DraftError(f"{name}: {sentence.format(draft=recipe.draft.name)}")
-    if kwargs.get("input_ids") is None and kwargs.get("inputs") is None:
-        raise DraftError(f"input_ids: draft {recipe.draft.name!r} reads token ids; give them.")
+    parts: list[tuple[str, dict[str, str], type[MmaccelError]]] = []
+    if not recipe.kv.sequences:
+        parts.append((f"kv {recipe.kv.name!r}", STREAM, ModelError))
+    if recipe.draft.active:
+        parts.append((f"draft {recipe.draft.name!r}", DRAFT, DraftError))
+    for part, sentences, error in parts:
+        for name, sentence in sentences.items():
+            if wants(attachment, name, kwargs):
+                raise error(f"{name}: {sentence.format(part=part)}")
+        if kwargs.get("input_ids") is None and kwargs.get("inputs") is None:
+            raise error(f"input_ids: {part} reads token ids; give them.")
 
 
 def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
@@ -135,18 +147,23 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("input_ids") is None and isinstance(kwargs.get("inputs"), Tensor):
         kwargs["input_ids"] = kwargs.pop("inputs")
     ids, draft = kwargs.get("input_ids"), attachment.owner.recipe.draft.active
-    if kwargs.get("past_key_values") is None and (caches or draft or not isinstance(ids, Tensor)):
+    streams = not attachment.owner.recipe.kv.sequences
+    if (
+        not streams
+        and kwargs.get("past_key_values") is None
+        and (caches or draft or not isinstance(ids, Tensor))
+    ):
         kwargs["past_key_values"] = attachment.cache()
     meter = attachment.owner.attention.meter
     meter.begin(attachment.owner.view.device)
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
     if chunk := attachment.asked("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
-    if isinstance(ids, Tensor) and (cache is None or not cache.get_seq_length()):
+    if not streams and isinstance(ids, Tensor) and (cache is None or not cache.get_seq_length()):
         attachment.promise(kwargs)
     try:
-        rests = draft and _draft_rests(attachment, kwargs)
-        if (draft and not rests) or _captures(attachment, kwargs):
+        rests = draft and not streams and _draft_rests(attachment, kwargs)
+        if streams or (draft and not rests) or _captures(attachment, kwargs):
             from mmaccel.models import drafting
 
             return drafting.generate(attachment, kwargs)

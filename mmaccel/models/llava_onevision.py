@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -204,6 +204,9 @@ class LlavaOnevision(Family):
         mark: Any = self.multimodal(model).image_newline
         marks = mark.to(rows).expand(videos, 1, -1)
         return torch.cat([rows.view(videos, -1, rows.shape[1]), marks], 1).flatten(0, 1)
+
+    def by_frame(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Callable[[Tensor], dict[str, Any]]]:
+        return inputs[PIXELS[VIDEO]][0], lambda frames: {PIXELS[VIDEO]: frames[None]}
 
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
         patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]

@@ -188,13 +188,42 @@ def question_columns(
     return words + [column for column in at if later and column > visual[-1]]
 
 
-def question_mask(model: nn.Module, ids: Tensor, modality: Tensor) -> Tensor:
-    """[B, S] bool, for prompts `ids` [B, S] of tokens of `modality` [B, S]: see `TokenLayout.asked`."""
+def last_words(
+    ids: list[int], text: list[bool], ends: Collection[int], marks: Collection[int], first: int
+) -> tuple[int, int]:
+    """Where the words of the last whole message begin and end among the last tokens `ids` [n] of a prompt; (0, n) where it
+    has none there.
+
+    text    which of them are no image's or video's; the words come after the last of these
+    ends    ids that end a message
+    marks   ids around images and videos
+    first   the id that begins a message
+    """
+    stops = [n for n, token in enumerate(ids) if token in ends]
+    end = stops[-1] if stops else len(ids)
+    begin = max((n + 1 for n, own in enumerate(text) if not own), default=0)
+    if len(stops) > 1 and stops[-2] >= begin:
+        # Behind the end of one message begins the next, as the model's own does behind the last.
+        tail = ids[end + 1 :]
+        before = tail.index(first) if first in tail else 0
+        begin = stops[-2] + 1 + min(len(tail), before + HEAD)
+    while begin < end and ids[begin] in marks:
+        begin += 1
+    return (begin, end) if begin < end else (0, len(ids))
+
+
+def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
+    """The tokens that end a message of `model`, and those around its images and videos."""
     config: Any = model.config
     configs = (getattr(model, "generation_config", None), config.get_text_config(decoder=True))
-    ends = {n for one in configs for n in token_ids(getattr(one, "eos_token_id", None))}
     names = ("vision_start_token_id", "vision_end_token_id")
-    marks = {n for name in names for n in token_ids(getattr(config, name, None))}
+    ends = {n for one in configs for n in token_ids(getattr(one, "eos_token_id", None))}
+    return ends, {n for name in names for n in token_ids(getattr(config, name, None))}
+
+
+def question_mask(model: nn.Module, ids: Tensor, modality: Tensor) -> Tensor:
+    """[B, S] bool, for prompts `ids` [B, S] of tokens of `modality` [B, S]: see `TokenLayout.asked`."""
+    ends, marks = markup_ids(model)
     found = torch.zeros_like(modality, dtype=torch.bool)
     for row, kinds, out in zip(ids, modality, found, strict=True):
         text, visual = (kinds == TEXT).nonzero()[:, 0], (kinds != TEXT).nonzero()[:, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
@@ -135,6 +135,18 @@ class Qwen25VL(Family):
         if kind == VIDEO:
             sizes["second_per_grid_ts"] = [1] * len(grid)
         return {name: size for name, size in sizes.items() if inputs.get(name) is not None}
+
+    def by_frame(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Callable[[Tensor], dict[str, Any]]]:
+        pixels, (steps, height, width) = inputs[PIXELS[VIDEO]], inputs[_GRIDS[VIDEO]][0].tolist()
+        seconds, pace = inputs.get("second_per_grid_ts"), self.pace(model)
+
+        def made(frames: Tensor) -> dict[str, Any]:
+            grid = torch.tensor([[len(frames) // pace, height, width]], device=inputs[_GRIDS[VIDEO]].device)
+            told = {_GRIDS[VIDEO]: grid, PIXELS[VIDEO]: frames.reshape(-1, pixels.shape[1])}
+            return told if seconds is None else {**told, "second_per_grid_ts": seconds}
+
+        # The patches of a unit hold pixels of all its frames: each row has an equal part of them, and none is a frame.
+        return pixels.reshape(steps * pace, 1, 1, -1), made
 
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
         return len(pixels)

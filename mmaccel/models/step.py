@@ -206,7 +206,7 @@ class StreamSteps:
         return self._known and not self._watched.hooked()
 
     def run(self, run: ForwardPass, embeds: Tensor, hidden: bool) -> Tensor:
-        """See `StreamAdapter.run`."""
+        """See `StreamModel.run`."""
         shape, state, n, dtype = self._shape, run.state, len(embeds), embeds.dtype
         assert isinstance(state, StreamState)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room

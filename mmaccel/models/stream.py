@@ -43,7 +43,126 @@ QUIET_S = 0.5
 """Seconds without a frame after which the model reads what a live source has sent."""
 
 
-class HFStreamAdapter(StreamAdapter):
+class StreamPasses:
+    """What a stream asks of a model that needs no processor: the part of `StreamModel` that prompts and sessions share.
+
+    attachment  the recipe that is attached, if the stream is its own; any other that is attached refuses a pass
+    """
+
+    def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
+        places = {str(p.device) for p in family.text(model).parameters()}
+        if len(places) > 1:
+            raise ModelError(
+                f"the model's layers lie on {', '.join(sorted(places))}; a stream needs them on one device."
+            )
+        self.model, self.family, self._attachment = model, family, attachment
+        self.view = ModelView(model, family, adapter_for)
+        self.pace = family.pace(model)
+        self.device, self.dtype = home_of(model), family.words(model).weight.dtype
+        self._attention = AttentionConfig(Recipe(), "auto", kernel_for(self.device, self.dtype))
+        self.text: Any = family.text(model)
+        self._gate = gate_of(self.text)
+
+    @functools.cached_property
+    def _few(self) -> step.StreamSteps:
+        """The captured steps of questions, made where one is asked on a device that captures."""
+        return step.StreamSteps(self.model, self.family)
+
+    def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
+        """Of a video's `inputs`: features [units, unit, E] of its units, and [m, E] of the marks behind them."""
+        with self._busy(), in_batches(self.family, self.model):
+            rows = self.family.frames(self.model, inputs)
+        inside = units * unit
+        return rows[:inside].view(units, unit, -1), rows[inside:]
+
+    def words(self, ids: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return self.family.words(self.model)(ids.to(self.device))  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return self.family.logits(self.model, hidden)
+
+    def run(
+        self,
+        state: StreamState,
+        embeds: Tensor,
+        hidden: bool = False,
+        few: bool = False,
+        check: Callable[[], None] | None = None,
+        branches: Branches | None = None,
+    ) -> Tensor:
+        depth = self.view.geometry.layers
+        how = {"prefill": False, "stream": True, "check": check, "branches": branches}
+        run = ForwardPass(self._attention, state=state, **how)
+        # Captured steps have chains alone.
+        captured = few and branches is None and embeds.device.type in step.DEVICES
+        steps = self._few if captured else None
+        if steps is not None and steps.serves(embeds):
+            with self._busy():
+                return steps.run(run, embeds, hidden)
+        cache = KVCache(state, depth)
+        places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
+        if self.family.mrope:
+            places = places.expand(3, 1, -1)
+        # What is attached wraps the forward of the text model, which prompts of other memories go through.
+        forward = self.text if self._attachment is None else self._attachment.forward
+        with self._busy(), self._hooked(state, hidden), cache.at_work():
+            out = forward(
+                inputs_embeds=embeds[None],
+                position_ids=places,
+                attention_mask={"full_attention": run, "sliding_attention": run},
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        with self._gate.call():
+            if self._gate.attached is not self._attachment:
+                raise ModelError(
+                    "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
+                )
+            with self._gate.turns, torch.inference_mode(False), torch.no_grad():
+                yield
+
+    @contextmanager
+    def _hooked(self, state: StreamState, hidden: bool) -> Iterator[None]:
+        """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to.
+
+        The model is nobody's: what another thread calls meanwhile computes what it does without us.
+        """
+        thread = threading.get_ident()
+
+        def unturned(module: nn.Module, args: Any, out: Any) -> Any:
+            if threading.get_ident() != thread:
+                return out
+            cos, sin = out
+            return torch.ones_like(cos), torch.zeros_like(sin)
+
+        def left(whole: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
+            return (query, key) if threading.get_ident() == thread else whole(query, key, *rest, **named)
+
+        def ahead(number: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                state.ahead(number, args[0] if args else kwargs["hidden_states"])
+
+        layers: list[Any] = list(self.family.layers(self.model))
+        inside, shared = [layer.self_attn for layer in layers], self.text.config
+        with Hooks() as hooks:
+            hooks.after(self.family.rotary(self.model), unturned)
+            if self._attachment is None:  # else all of this is there
+                # Where a module's own code can be told so, it does not even multiply by one.
+                rotate_by(hooks, inside, self.family.rotate_function, left)
+                in_chunks(hooks, self.family.pointwise(self.model), self.family)
+                hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared})
+            for number, layer in enumerate(layers if hidden else ()):
+                hooks.before(layer, functools.partial(ahead, number))
+            yield
+
+
+class HFStreamAdapter(StreamPasses, StreamAdapter):
     """A model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
@@ -55,24 +174,9 @@ class HFStreamAdapter(StreamAdapter):
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."
             )
-        places = {str(p.device) for p in family.text(model).parameters()}
-        if len(places) > 1:
-            raise ModelError(
-                f"the model's layers lie on {', '.join(sorted(places))}; a session needs them on one device."
-            )
-        self.model, self.family, self.processor = model, family, processor
-        self.view = ModelView(model, family, adapter_for)
-        self.pace = family.pace(model)
-        self.device, self.dtype = home_of(model), family.words(model).weight.dtype
-        self._attention = AttentionConfig(Recipe(), "auto", kernel_for(self.device, self.dtype))
-        self.text: Any = family.text(model)
-        self._gate = gate_of(self.text)
+        super().__init__(model, family)
+        self.processor = processor
         self._units: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
-
-    @functools.cached_property
-    def _few(self) -> step.StreamSteps:
-        """The captured steps of questions, made where one is asked on a device that captures."""
-        return step.StreamSteps(self.model, self.family)
 
     # Pixels.
 
@@ -114,11 +218,7 @@ class HFStreamAdapter(StreamAdapter):
                 f"frames of {frames.shape[3]}x{frames.shape[2]} come to the model in a size that depends on their number; "
                 "set cap_pixels_per_frame to false in the processor's video settings."
             )
-        units = frames.shape[0] // self.pace
-        with self._busy(), in_batches(self.family, self.model):
-            rows = self.family.frames(self.model, inputs)
-        inside = units * unit
-        return rows[:inside].view(units, unit, -1), rows[inside:]
+        return self.encoded(inputs, frames.shape[0] // self.pace, unit)
 
     def _unit(self, size: tuple[int, int]) -> tuple[tuple[int, int], int]:
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
@@ -160,14 +260,6 @@ class HFStreamAdapter(StreamAdapter):
             )
         at = ids.index(video)
         return ids[:at], ids[at + 1 :]
-
-    def words(self, ids: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            return self.family.words(self.model)(ids.to(self.device))  # type: ignore[no-any-return]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            return self.family.logits(self.model, hidden)
 
     def ends(self) -> frozenset[int]:
         own = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
@@ -215,83 +307,6 @@ class HFStreamAdapter(StreamAdapter):
         begin, inside = head.numel(), int((self.family.layout(self.model, inputs).frame[0] >= 0).sum())
         end = begin + inside
         return inputs, rows[:, :begin], rows[:, begin:end], int(rows[0, end])
-
-    # Passes.
-
-    def run(
-        self,
-        state: StreamState,
-        embeds: Tensor,
-        hidden: bool = False,
-        few: bool = False,
-        check: Callable[[], None] | None = None,
-        branches: Branches | None = None,
-    ) -> Tensor:
-        depth = self.view.geometry.layers
-        how = {"prefill": False, "stream": True, "check": check, "branches": branches}
-        run = ForwardPass(self._attention, state=state, **how)
-        # Captured steps have chains alone.
-        captured = few and branches is None and embeds.device.type in step.DEVICES
-        steps = self._few if captured else None
-        if steps is not None and steps.serves(embeds):
-            with self._busy():
-                return steps.run(run, embeds, hidden)
-        cache = KVCache(state, depth)
-        places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
-        if self.family.mrope:
-            places = places.expand(3, 1, -1)
-        with self._busy(), self._hooked(state, hidden), cache.at_work():
-            out = self.text(
-                inputs_embeds=embeds[None],
-                position_ids=places,
-                attention_mask={"full_attention": run, "sliding_attention": run},
-                past_key_values=cache,
-                use_cache=True,
-            )
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        with self._gate.call():
-            if self._gate.attached is not None:
-                raise ModelError(
-                    "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
-                )
-            with self._gate.turns, torch.inference_mode(False), torch.no_grad():
-                yield
-
-    @contextmanager
-    def _hooked(self, state: StreamState, hidden: bool) -> Iterator[None]:
-        """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to.
-
-        The model is nobody's: what another thread calls meanwhile computes what it does without us.
-        """
-        thread = threading.get_ident()
-
-        def unturned(module: nn.Module, args: Any, out: Any) -> Any:
-            if threading.get_ident() != thread:
-                return out
-            cos, sin = out
-            return torch.ones_like(cos), torch.zeros_like(sin)
-
-        def left(whole: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
-            return (query, key) if threading.get_ident() == thread else whole(query, key, *rest, **named)
-
-        def ahead(number: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-            if threading.get_ident() == thread:
-                state.ahead(number, args[0] if args else kwargs["hidden_states"])
-
-        layers: list[Any] = list(self.family.layers(self.model))
-        inside, shared = [layer.self_attn for layer in layers], self.text.config
-        with Hooks() as hooks:
-            hooks.after(self.family.rotary(self.model), unturned)
-            # Where a module's own code can be told so, it does not even multiply by one.
-            rotate_by(hooks, inside, self.family.rotate_function, left)
-            in_chunks(hooks, self.family.pointwise(self.model), self.family)
-            hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared})
-            for number, layer in enumerate(layers if hidden else ()):
-                hooks.before(layer, functools.partial(ahead, number))
-            yield
 
     def signature(self) -> str:
         digest = hashlib.sha256()

@@ -17,7 +17,6 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a name": ((*ASK, "gird"), "did you mean 'grid'?"),
     "a field": ((*ASK, "FIELD"), "did you mean 'window'?"),
     "a pair": ((*ASK, "PAIR"), "sparse 'a_shape' cannot stand beside kv 'window'"),
-    "a memory of streams": ((*ASK, "rekv"), "kv 'rekv' is a memory of video streams"),
     "a backend": ((*ASK, "BACKEND"), "backend 'flash' cannot run on cpu"),
     "a table that is not shipped": ((*ASK, "searched"), "no table is shipped with this model"),
     "a layer that is not there": ((*ASK, "LAYER"), "there is no layer 40; the model has layers 0 to 2"),
@@ -29,12 +28,12 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         "--layer",
     ),
     "of captions": (
-        ("caption", "CLIP", "--model", "OV", "--recipe", "rekv", "--draft", "OV"),
-        "a memory of video streams",
+        ("caption", "CLIP", "--model", "OV", "--recipe", "PAIR", "--draft", "OV"),
+        "cannot stand beside kv 'window'",
     ),
-    "of the demo": (("demo", "--model", "OV", "--recipe", "rekv"), "a memory of video streams"),
+    "of the demo": (("demo", "--model", "OV", "--recipe", "PAIR"), "cannot stand beside kv 'window'"),
     **{
-        f"of eval {name}": (("eval", name, "--model", "OV", "--recipe", "rekv"), "a memory of video streams")
+        f"of eval {name}": (("eval", name, "--model", "OV", "--recipe", "PAIR"), "beside kv 'window'")
         for name in EVALS
     },
     "of a stream": (("watch", "CLIP", "--model", "OV", "--recipe", "a_shape"), "has no part in a stream"),

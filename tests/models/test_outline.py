@@ -58,7 +58,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"draft": {"name": "parallel", "model": "DRAFT", "prune": {"name": "uv", "layer": 30}}},
         "uv: layer 30 and base 1 on a target of 3 layers",
     ),
-    "a memory of streams": ({"kv": "rekv"}, "is a memory of video streams"),
+    "a draft's pruner on a memory of streams": (
+        {"kv": "rekv", "draft": {"name": "sequential", "model": "DRAFT", "prune": {"name": "uv"}}},
+        "which chooses as the target reads a whole prompt",
+    ),
 }
 
 

@@ -179,7 +179,7 @@ def test_a_session_says_that_it_needs_one_device() -> None:
     model, processor = pair("random-qwen")
     parted = copy.deepcopy(model)
     adapter_for(parted).layers(parted)[1].to("meta")
-    with pytest.raises(ModelError, match="lie on cpu, meta; a session needs them on one device"):
+    with pytest.raises(ModelError, match="lie on cpu, meta; a stream needs them on one device"):
         mmaccel.VideoSession(parted, processor)
 
 

@@ -354,7 +354,9 @@ class StreamPolicy(KVPolicy):
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
-        raise RecipeError(f"kv {self.name!r} is a memory of video streams; use it in a VideoSession.")
+        raise RecipeError(
+            f"kv {self.name!r} is a memory of video streams; call generate, or use a VideoSession."
+        )
 
     @abstractmethod
     def stream(

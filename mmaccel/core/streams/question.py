@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Runner
-from mmaccel.core.attach import StreamAdapter
+from mmaccel.core.attach import StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
 from mmaccel.core.decoding.watching import CarefulDraftStream
@@ -32,7 +32,7 @@ class QuestionRunner(Runner):
     logits    [1, V] of the first token, set by `prefill`
     """
 
-    adapter: StreamAdapter
+    adapter: StreamModel
     run: Callable[..., Tensor]
     state: StreamState
     deadline: Deadline
@@ -79,6 +79,7 @@ class QuestionRunner(Runner):
         `put` gets new text as it comes. Warns when the answer ends with the model's positions.
         """
         adapter = self.adapter
+        assert isinstance(adapter, StreamAdapter)
         ends, tokens, shown = adapter.ends(), list[int](), ""
         ids = torch.cat([adapter.head(), self.ids])[None]
         start = ids.shape[1]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.attach import StreamAdapter
+from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline, Evidence
 from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
@@ -56,7 +56,7 @@ class StreamInfo:
 class StreamRunner:
     """One stream at work on a model: what is known of it, its memory, and the stream of a draft `beside` it."""
 
-    def __init__(self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
+    def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
         self.adapter, self.kv, self.info = adapter, kv, info
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
@@ -70,7 +70,7 @@ class StreamRunner:
     @classmethod
     def begin(
         cls,
-        adapter: StreamAdapter,
+        adapter: StreamModel,
         kv: StreamPolicy,
         chunk: int | None,
         frames: Tensor,
@@ -185,15 +185,15 @@ class StreamRunner:
     @cached_property
     def _proxy(self) -> Tensor:
         """[n, E] embeddings of the template's words between a question and its answer."""
-        ids, (_, end) = self.adapter.tail("?")
-        return self.adapter.words(ids[end:])
+        question = self.adapter.question("?")
+        return question.embeds[question.words[1] :]
 
     def _head(self, state: StreamState) -> None:
-        ids = self.adapter.head()
-        self.run_pass(state, StreamPass(kind="head", rows=ids.numel()), self.adapter.words(ids))
+        embeds = self.adapter.head_embeds()
+        self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds)
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
-        """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamAdapter.run`."""
+        """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
         state.begin_pass(stream_pass)
         hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
         state.end_pass()
@@ -205,18 +205,17 @@ class StreamRunner:
     def asked(
         self, question: str, room: int, weigh: bool = True, deadline: Deadline | None = None
     ) -> Iterator[QuestionRunner]:
-        """A question run up to its first token; at exit the memory is as before. `room` tokens may follow.
-
-        `weigh`: its evidence will be asked for. Raises `ModelError`, before anything is run, where the model has no
+        """A question (`StreamModel.question`) run up to its first token; at exit the memory is as before. `room` tokens may
+        follow. `weigh`: its evidence will be asked for. Raises `ModelError`, before anything is run, where the model has no
         position left for an answer, and `Ended` when the deadline comes before the first token.
         """
         info, state, adapter, places = self.info, self.state, self.adapter, self.stream.places
         deadline = Deadline() if deadline is None else deadline
         meter = Meter(started=time.perf_counter())
-        (ids, (begin, end)), waiting = adapter.tail(question), state.waiting()
+        asking, waiting = adapter.question(question), state.waiting()
         pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
         before = pending + info.marks.shape[0]
-        rows, words = before + ids.numel(), (before + begin, before + end)
+        rows, words = before + len(asking.ids), (before + asking.words[0], before + asking.words[1])
         stream_pass = StreamPass(
             kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh
         )
@@ -241,13 +240,13 @@ class StreamRunner:
         evidence = state.evidence
         if isinstance(state, FrameState):
             state, evidence = self._picked(state, deadline)
-        parts = [info.marks, adapter.words(ids)]
+        parts = [info.marks, asking.embeds]
         if info.pending is not None:
             parts.insert(0, adapter.features(filled(info.pending, adapter.pace), info.size)[0][0])
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
         shown = (lambda: self._shown(evidence())) if weigh else tuple
-        given = adapter, self.run_pass, state, deadline, ids, left, meter, shown, question, self.beside
+        given = adapter, self.run_pass, state, deadline, asking.ids, left, meter, shown, question, self.beside
         runner = QuestionRunner(*given)
         with state.question_scope():
             runner.prefill({"stream_pass": stream_pass, "embeds": torch.cat(parts)})

@@ -1,0 +1,264 @@
+"""A call's prompt on a memory of streams: its video goes in unit by unit, its last words are the question.
+
+The memory holds the longest video of a prompt. All else stays visible whole, as every prompt's text does on a stream: what
+stands before that video is the head, what follows it is run with the question. A prompt without video is head and question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import Branches, Runner
+from mmaccel.core.attach import Question, StreamModel
+from mmaccel.core.decoding.generate import Deadline
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
+from mmaccel.core.memory.kv import StreamState
+from mmaccel.core.prefill.prune import Probe
+from mmaccel.core.streams.stream_runner import QuestionRunner, StreamRunner
+from mmaccel.models.attention import MaxLength
+from mmaccel.models.hf import Attachment
+from mmaccel.models.prompt_layout import Inputs, last_words, markup_ids, positions_of
+from mmaccel.models.runner import HFRunner, open_runner, unpadded
+from mmaccel.models.step import StreamSteps
+from mmaccel.models.stream import StreamPasses
+
+NO_FRAMES = (0, 1, 1, 1)
+"""The shape of the frames of a prompt without video."""
+
+
+class PromptModel(StreamPasses, StreamModel):
+    """The model of `attachment` as it reads one prompt.
+
+    inputs  of one sequence: ids [1, S], pixels, grids; no padding
+    frames  [T, ., ., .] the pixels of the video, a row a frame; none where there is no video
+    times   the seconds at which each was shown, as far as the inputs tell
+    """
+
+    def __init__(self, attachment: Attachment, inputs: Inputs) -> None:
+        super().__init__(attachment.model, attachment.family, attachment)
+        self.inputs = inputs
+        ids: Tensor = inputs["input_ids"]
+        layout = self.family.layout(self.model, inputs)
+        self._video = self._longest(layout)
+        self._head, self._inside, self._tail = self._columns(layout, ids[0].tolist())
+        own, others = self._shares(layout)
+        if self._inside == ids.shape[1]:
+            raise ModelError("input_ids: the prompt ends with its video; let a question follow it.")
+        if self._video is None:
+            self.frames, self._made, seconds = torch.empty(NO_FRAMES), lambda frames: {}, 1.0
+            self._unit, self._count = 1, 0
+        else:
+            self.frames, self._made = self.family.by_frame(self.model, own)
+            self._count = len(self.frames) // self.pace
+            self._unit = (self._inside - self._head) // self._count
+            pace = self.family.pace_of(self.model, own)
+            seconds = 1.0 if pace is None else pace.unit / self.pace
+        self.times = [number * seconds for number in range(len(self.frames))]
+        self._visual = bool((layout.modality[0, self._tail :] != TEXT).any())
+        rest = torch.cat([ids[0, : self._head], ids[0, self._tail :]])
+        if others:
+            kinds = inputs.get("mm_token_type_ids")
+            if kinds is not None:
+                others["mm_token_type_ids"] = torch.cat([kinds[:, : self._head], kinds[:, self._tail :]], 1)
+            with self._busy():
+                self._rest = self.family.embed(self.model, {**others, "input_ids": rest[None]})[0]
+        else:
+            self._rest = self.words(rest)
+        tail = ids[0, self._tail :]
+        text = (layout.modality[0, self._tail :] == TEXT).tolist()
+        words = last_words(tail.tolist(), text, *markup_ids(self.model), int(ids[0, 0]))
+        self._question = Question(tail, words, self._rest[self._head :])
+
+    @property
+    def _few(self) -> StreamSteps:  # type: ignore[override]
+        """One for all prompts of the recipe, whose steps are then captured once."""
+        attachment = self._attachment
+        if attachment.stream_steps is None:
+            attachment.stream_steps = StreamSteps(self.model, self.family)
+        return attachment.stream_steps  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _longest(layout: TokenLayout) -> int | None:
+        """The segment of the video of most tokens, the first of several; None: there is no video."""
+        found = layout.segment[0][layout.modality[0] == VIDEO]
+        numbers, counts = (one.tolist() for one in found.unique(return_counts=True))
+        return max(zip(numbers, counts, strict=True), key=lambda one: one[1])[0] if numbers else None
+
+    def _columns(self, layout: TokenLayout, ids: list[int]) -> tuple[int, int, int]:
+        """Columns of the prompt: where the video begins, where its units end, and where its marks do."""
+        if self._video is None:
+            ends, marks = markup_ids(self.model)
+            text = (layout.modality[0] == TEXT).tolist()
+            begin = last_words(ids, text, ends, marks, ids[0])[0]
+            return begin, begin, begin
+        mine = layout.segment[0] == self._video
+        columns = mine.nonzero()[:, 0]
+        begin, stop = int(columns[0]), int(columns[-1]) + 1
+        return begin, begin + int((layout.frame[0][mine] >= 0).sum()), stop
+
+    def _shares(self, layout: TokenLayout) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What of the inputs tells of the video that the memory holds, and what of other videos and of images."""
+        given = self.inputs
+        others = {name: given[name] for name in self.family.shares(given, IMAGE)}
+        own: dict[str, Any] = {}
+        if self._video is None:
+            return own, others
+        before = layout.segment[0][(layout.modality[0] == VIDEO) & (layout.segment[0] < self._video)]
+        number = before.unique().numel()
+        for name, sizes in self.family.shares(given, VIDEO).items():
+            begin, whole = sum(sizes[:number]), given[name]
+            own[name] = whole[begin : begin + sizes[number]]
+            if len(sizes) > 1:
+                others[name] = torch.cat([whole[:begin], whole[begin + sizes[number] :]])
+        return own, others
+
+    # What a stream asks.
+
+    def head(self) -> Tensor:
+        return self.inputs["input_ids"][0, : self._head]  # type: ignore[no-any-return]
+
+    def head_embeds(self) -> Tensor:
+        return self._rest[: self._head]
+
+    def question(self, text: str) -> Question:
+        return self._question
+
+    def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        if not len(frames):
+            none = self._rest[:0]
+            return none[:, None].expand(0, self._unit, -1), none
+        return self.encoded(self._made(frames.to(self.device)), len(frames) // self.pace, self._unit)
+
+    def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
+        positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})
+        rows = positions[:, 0] if positions.ndim == 3 else positions
+        begin, end, count = self._head, self._inside, self._count
+        limit = positions_of(self.text.config) or 1 << 15
+        after = rows[:, end:] - rows[0, end] if self._visual and rows.shape[0] > 1 else None
+        head, text = rows[:, :begin], int(rows[0, end])
+        if self._video is None:
+            unit = rows[:, begin : begin + 1]
+            return PositionIds(head, unit, torch.arange, text + 1, 1, limit, after=after)
+        one, first = self._alone(1)
+        second, third = self._alone(2)[1], self._alone(3)[1]
+        slope = second - first
+
+        def steps(units: int) -> Tensor:
+            return self.family.steps(self.model, one, units)
+
+        unit, pace = rows[:, begin : begin + self._unit], self.family.pace_of(self.model, one)
+        made = PositionIds(head, unit, steps, text - (count - 1) * slope, slope, limit, pace, after)
+        same = torch.equal(made.units(0, count).view(-1, end - begin), rows[:, begin:end])
+        if third - second != slope or not same:
+            raise ModelError(
+                f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
+                f"frame; set kv to 'full'."
+            )
+        return made
+
+    def _alone(self, units: int) -> tuple[dict[str, Any], int]:
+        """Inputs of a video of so many units alone, and the position of what follows the units."""
+        ids, inside = self.inputs["input_ids"], units * self._unit
+        made = self._made(self.frames[:1].expand(units * self.pace, -1, -1, -1))
+        marks = self._tail - self._inside
+        video = ids[:, self._head : self._head + 1].expand(-1, inside + marks)
+        word = next(n for n in range(ids.numel()) if n not in self.family.placeholders(self.model))
+        alone = {**made, "input_ids": torch.cat([video, torch.full_like(ids[:, :1], word)], 1)}
+        if self.inputs.get("mm_token_type_ids") is not None:
+            alone["mm_token_type_ids"] = torch.full_like(alone["input_ids"], VIDEO)
+            alone["mm_token_type_ids"][:, -1] = TEXT
+        return alone, int(self.family.positions(self.model, alone).flatten(0, -2)[0, inside])
+
+
+class PromptRunner(Runner):
+    """One prompt of a call on a memory of streams, which lives from `prefill` to `settle`.
+
+    counters  the memory's, once it is over
+    """
+
+    def __init__(self, attachment: Attachment, room: int) -> None:
+        """`room` tokens may follow the prompt."""
+        self._attachment, self._room = attachment, room
+        self._open = ExitStack()
+        self._question: QuestionRunner | None = None
+        self._state: StreamState | None = None
+        self._positions = 0
+        self.counters: dict[str, float] = {}
+
+    def prefill(
+        self,
+        inputs: Mapping[str, Any],
+        keep: Tensor | None = None,
+        compact: bool = False,
+        probes: Sequence[Probe] = (),
+    ) -> Tensor:
+        attachment, owner = self._attachment, self._attachment.owner
+        deadline = getattr(attachment.running, "deadline", None) or Deadline()
+        chunk = getattr(attachment.running, "chunk", None) or owner.recipe.chunk
+        with self._plainly():
+            prompt = PromptModel(attachment, unpadded(inputs))
+            owner.attention.meter.enter(inputs["input_ids"].shape[1], 0)
+            live = StreamRunner.begin(prompt, owner.recipe.kv, chunk, prompt.frames, None, quiet=True)  # type: ignore[arg-type]
+            self._state = state = live.state
+            self._positions = live.stream.places.limit
+            self._open.callback(live.close)
+            owner.opened(state, self)
+            try:
+                live.take(prompt.frames, prompt.times, lambda read: None, deadline)
+                deadline.check()
+                state.idle()
+                asked = live.asked("", self._room, weigh=False, deadline=deadline)
+                self._question = self._open.enter_context(asked)
+            except BaseException:
+                self.settle()
+                raise
+            return self._question.logits
+
+    @contextmanager
+    def _plainly(self) -> Iterator[None]:
+        # As in a session: what is made in inference mode is not written to outside of it, and keys have the weights' type.
+        exact = torch.autocast(self._attachment.owner.view.device.type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), exact:
+            yield
+
+    def _at_work(self) -> QuestionRunner:
+        assert self._question is not None
+        return self._question
+
+    def ends(self, read: int) -> MaxLength:
+        """The criterion by which the answer to a prompt of `read` tokens ends where the model's positions do."""
+        return MaxLength(torch.tensor([read + self._at_work().left]), self._positions, True)
+
+    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        with self._plainly():
+            return self._at_work().step(ids, branches)
+
+    def accept(self, path: Tensor) -> None:
+        self._at_work().accept(path)
+
+    def settle(self) -> None:
+        """Close the memory; a second call does nothing."""
+        state, self._state = self._state, None
+        if state is not None:
+            self.counters = state.counters()
+            self._attachment.owner.closed(state, self.counters)
+        self._open.close()
+
+    def truncate(self, length: int) -> None:
+        self._at_work().truncate(length)
+
+    def length(self) -> int:
+        return self._at_work().length()
+
+
+def runner_of(attachment: Attachment, model: nn.Module, cache: Any, room: int) -> HFRunner | PromptRunner:
+    """The runner of one prompt of a call after `cache`; None: on a memory of streams, where `room` tokens may follow it."""
+    if cache is None:
+        return PromptRunner(attachment, room)
+    return open_runner(model, attachment.family, cache)

@@ -16,7 +16,7 @@ EVALS = ("needle", "caption", "table", "haystack")
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a name": ((*ASK, "gird"), "did you mean 'grid'?"),
     "a field": ((*ASK, "FIELD"), "did you mean 'window'?"),
-    "a pair": ((*ASK, "PAIR"), "sparse 'a_shape' cannot stand beside kv 'window'"),
+    "a pair": ((*ASK, "PAIR"), "sparse 'a_shape' cannot stand beside kv 'rekv'"),
     "a backend": ((*ASK, "BACKEND"), "backend 'flash' cannot run on cpu"),
     "a table that is not shipped": ((*ASK, "searched"), "no table is shipped with this model"),
     "a layer that is not there": ((*ASK, "LAYER"), "there is no layer 40; the model has layers 0 to 2"),
@@ -77,7 +77,7 @@ def test_it_is_told_unloaded(
     stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
     for file, text in (
         ("FIELD", "sparse: {name: a_shape, windw: 3}"),
-        ("PAIR", "sparse: a_shape\nkv: window"),
+        ("PAIR", "sparse: a_shape\nkv: rekv"),
         ("BACKEND", "backend: flash"),
         ("LAYER", "dense_layers: [0, 40]"),
         ("PRUNE", "prune: {name: fastv, layer: 9}"),

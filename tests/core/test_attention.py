@@ -181,8 +181,35 @@ def test_rows_of_a_tree_see_a_window_from_their_depth() -> None:
     )
 
 
-def test_what_a_memory_limits_is_dense_over_its_view() -> None:
-    """A memory that gave up columns 20 .. 39 and shows 8 first columns and a window of 48: the pattern does not run."""
+@pytest.mark.parametrize("gone", [0, 30])
+@pytest.mark.parametrize("tail", [0, 24])
+def test_a_pattern_runs_within_the_window_of_a_memory(gone: int, tail: int) -> None:
+    """Of a memory that shows 8 first columns and a window of 41, and gave up `gone` columns behind the first: the pattern
+    over what is there, in which each query sees what the window shows; the last rows are dense under the same window."""
+    column = torch.cat([torch.arange(8), torch.arange(8 + gone, N)])
+    rows, held = 80, N - gone
+    query, key, value = tensors(rows, N)
+    view = KVView(key[:, :, column], value[:, :, column], column=column if gone else None, sinks=8, window=41)
+    at = layer(dense_tail=tail, dense_layers=[1])
+    more = {"state": SimpleNamespace(view=lambda *_: view)}
+    found = [at.attend(TokenLayout.text(1, N), (query, key, value), number, **more) for number in (0, 1)]
+    distance = torch.arange(N - rows, N)[:, None] - column
+    window = (distance >= 0) & ((distance < 41) | (column < 8))
+    sees = a_shape(held)[-rows:] | (torch.arange(rows) >= rows - tail)[:, None]
+    shown = view.key, view.value
+    close(found[0], written_out(query, *shown, (sees & window)[None]))
+    close(found[1], written_out(query, *shown, window[None]))
+    report = at.counted()
+    assert report.patterns == (("a_shape",) * HEADS, ("dense",) * HEADS)
+    causal_pairs = sum(range(N - rows + 1, N + 1))
+    (sparse, *_), (dense, *_) = report.kept_by_head
+    assert dense == pytest.approx(int(window.sum()) / causal_pairs)
+    assert int((sees & window).sum()) / causal_pairs <= sparse < 1
+
+
+def test_what_a_memory_leaves_out_of_a_window_is_dense_over_its_view() -> None:
+    """A memory that gave up columns 20 .. 39 and shows 8 first columns and a window of 48, in which some are missing: the
+    pattern, which counts what is there, does not run."""
     column = torch.cat([torch.arange(20), torch.arange(40, N)])
     query, key, value = tensors(100, N)
     view = KVView(key[:, :, column], value[:, :, column], column=column, sinks=8, window=48)

@@ -21,9 +21,9 @@ def sentence(**choices: Any) -> str:
 
 
 def test_impossible_pairs_are_told_in_one_sentence() -> None:
-    told = sentence(sparse="a_shape", kv="window")
+    told = sentence(sparse="a_shape", kv="rekv")
     assert (
-        "sparse 'a_shape' cannot stand beside kv 'window'" in told
+        "sparse 'a_shape' cannot stand beside kv 'rekv'" in told
         and "set sparse to 'dense' or kv to 'full'" in told
     )
     told = sentence(kv=Window(margin=4), draft={"name": "sequential", "model": "x", "window": 8})

@@ -85,6 +85,9 @@ SAMPLE = [
     *random.Random(28).sample(MANY, 8),
     ("grid", "full", "fastv", ("parallel", "uv")),
     ("a_shape", "full", "visionzip", ("sequential", "attention")),
+    ("grid", "window", "none", ("parallel", "uv")),
+    ("a_shape", "window", "none", "text_only"),
+    ("grid", "window", "none", ("tree", None)),
 ]
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from mmaccel.core.prefill.prune import PrefillPass, Probe
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
+
+T = TypeVar("T")
 
 ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""
@@ -143,8 +146,9 @@ class ForwardPass(PrefillPass):
     ticket: Tensor | None = field(default=None, init=False)
     """By what compiled layers find this pass, which is no tensor."""
 
-    def pays(self, layer: int, query: Tensor, n_key: int) -> bool:
-        """Whether the pattern of `layer` beats dense attention, from sizes and measured costs.
+    def pays(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
+        """Whether the pattern of `layer` beats dense attention to what `view` shows (None: all), from sizes and measured
+        costs.
 
         It does if it does at its bound. If not, what it is expected to list decides, and after the first sparse layer how
         far the last one was from what was expected of it: of estimates only the data tell. That layer is waited for, whose
@@ -155,26 +159,66 @@ class ForwardPass(PrefillPass):
             return True
         B, H, n, _ = query.shape
         causal = n * (2 * n_key - n + 1) / 2
-        if not choice.pays(0, B * H * causal, B * n_key):
+        # Rows before the window is full see one key more than the row before them.
+        most_seen = n_key if view is None or view.window is None else min(view.sinks + view.window, n_key)
+        few = max(most_seen - (n_key - n), 0)
+        dense = B * H * (few * (2 * (n_key - n) + few + 1) / 2 + (n - few) * most_seen)
+        if not choice.pays(0, dense, B * n_key):
             # A short prompt: making the plan alone costs more, and neither pattern nor layout is looked at.
             return False
         pattern = self.config.recipe.sparse.at(layer)
-        # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
+        # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys. A window
+        # leaves at most as much.
         most = causal + n * pattern.block
         listed = min(pattern.max_blocks_total(n, n_key) * pattern.block**2, most)
-        if choice.pays(B * H * listed, B * H * causal, B * n_key):
+        if choice.pays(B * H * listed, dense, B * n_key):
             return True
-        expected = self._expected(layer, n, n_key)
+        expected = self._expected(layer, n, n_key, None if view is None else view.column)
         if self.start in self.listed:
             value, ready, before = self.listed[self.start]
             if ready is not None:
                 ready.synchronize()
             expected *= float(value) / max(before, 1.0)
-        return choice.pays(B * H * min(expected, listed), B * H * causal, B * n_key)
+        return choice.pays(B * H * min(expected, listed), dense, B * n_key)
 
-    def _expected(self, layer: int, n: int, n_key: int) -> float:
+    def _expected(self, layer: int, n: int, n_key: int, column: Tensor | None) -> float:
         pattern = self.config.recipe.sparse.at(layer)
-        return pattern.expected_blocks(n, n_key, (self.queries, self.layout)) * pattern.block**2
+        return pattern.expected_blocks(n, n_key, self._shown(column)) * pattern.block**2
+
+    def _shown(self, column: Tensor | None) -> tuple[TokenLayout, TokenLayout]:
+        """The layouts of the new columns and of those that a memory shows, `column` [N] (None: all), positions counted among
+        them; one for all layers that are shown the same."""
+        if column is None:
+            return self.queries, self.layout
+
+        def places() -> tuple[TokenLayout, TokenLayout]:
+            keys = self.layout.take(column.to(self.layout.device))
+            keys = replace(keys, position=(keys.valid.long().cumsum(1) - 1).clamp(min=0))
+            return keys.take(slice(keys.length - self.layout.length + self.start, None)), keys
+
+        return self._once("shown", column, places)
+
+    def _in_places(self, view: KVView) -> bool:
+        """Whether the window of `view` is one of places among the columns that it shows: these are the first `sinks` and the
+        last ones. Padding takes up columns, and no places. Reads the device once for all layers that are shown the same."""
+        column, sinks = view.column, view.sinks
+        if view.window is None or self.layout.padded or column is None:
+            return view.window is None or not self.layout.padded
+
+        def ends() -> bool:
+            place = torch.arange(len(column), device=column.device)
+            gone = self.layout.length - len(column)
+            return bool((column == torch.where(place < sinks, place, place + gone)).all())
+
+        return self._once("in places", column, ends)
+
+    def _once(self, name: str, column: Tensor, make: Callable[[], T]) -> T:
+        """What `make` gives for the tensor `column`; made anew only where the layer before had another."""
+        held = self.layout.memo.get(name)
+        if held is None or held[0] is not column:
+            held = self.layout.memo[name] = column, make()
+        made: T = held[1]
+        return made
 
     @cached_property
     def queries(self) -> TokenLayout:
@@ -228,19 +272,19 @@ class ForwardPass(PrefillPass):
             return self._branching(self.branches, view, query, key, value, scale)
         plan, recipe = None, self.config.recipe
         sparse = self.prefill and not recipe.sparse.dense and layer not in recipe.dense_layers
-        whole = view.column is None and view.window is None and query.shape[2] >= MIN_ROWS
-        if sparse and whole and self.pays(layer, query, key.shape[2]):
-            plan = self._plan(layer, query, key, value)
-        self._count(layer, plan, query)
+        sparse = sparse and query.shape[2] >= MIN_ROWS and view.bias is None and self._in_places(view)
+        if sparse and self.pays(layer, query, key.shape[2], view):
+            plan = self._plan(layer, view, query, key, value)
+        self._count(layer, plan, view, query)
         if plan is None:
             return self._dense(view, query, key, value, scale)
         assert self.config.kernel is not None
         out, _ = attend_plan(plan, query, key, value, scale, self.config.kernel)
         for some, begin, end in self._tails:
             if begin < end:
-                q, valid = query[some, :, begin:end], self.layout.valid[some] if self.layout.padded else None
-                start = self.start + begin
-                out[some, :, begin:end] = dense_attend(q, key[some], value[some], scale, start, valid)
+                q, start, valid = query[some, :, begin:end], self.start + begin, self._valid(view, some)
+                shown = scale, start, valid, view.sinks, view.window, view.column
+                out[some, :, begin:end] = dense_attend(q, key[some], value[some], *shown)
         return out
 
     def _dense(self, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -254,10 +298,15 @@ class ForwardPass(PrefillPass):
         if many and kernel is not None and window is not None and window < keys:
             plan = window_plan(rows, keys, view.sinks, window, heads, query.device)
             return attend_plan(plan, query, key, value, scale, kernel)[0]
-        start, valid = keys - rows if self.stream else self.start, None
-        if self.layout.padded:
-            valid = self.layout.valid if view.column is None else self.layout.valid[:, view.column]
+        start, valid = keys - rows if self.stream else self.start, self._valid(view)
         return dense_attend(query, key, value, scale, start, valid, view.sinks, window, view.column)
+
+    def _valid(self, view: KVView, some: slice = slice(None)) -> Tensor | None:
+        """[b, N] bool: which keys of a view are no padding, of some sequences; None where no token is padding."""
+        if not self.layout.padded:
+            return None
+        valid = self.layout.valid[some]
+        return valid if view.column is None else valid[:, view.column]
 
     def _branching(
         self, branches: Branches, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -280,11 +329,15 @@ class ForwardPass(PrefillPass):
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
 
-    def _plan(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> AttentionPlan | None:
-        plan = self.config.plan(layer, query, key, value, self.queries, self.layout)
+    def _plan(
+        self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor
+    ) -> AttentionPlan | None:
+        """The plan of the pattern over what `view` shows, without the tail's rows, narrowed by the view's window."""
+        plan = self.config.plan(layer, query, key, value, *self._shown(view.column))
         if plan is not None:
             self.config.check_length(self.layout.length + self.rest)
             check_sizes(plan, self.config.recipe.sparse.name, query, key, whole=not self.layout.padded)
+            plan = plan if view.window is None else plan.within(view.sinks, view.window)
         if plan is None or all(begin == end for _, begin, end in self._tails):
             return plan
         heads = [begin for _, begin, _ in self._tails]
@@ -298,24 +351,27 @@ class ForwardPass(PrefillPass):
         dense = replace(plan.dense, rows=max(heads)) if plan.dense is not None else None
         return replace(plan, parts=parts, dense=dense)
 
-    def _count(self, layer: int, plan: AttentionPlan | None, query: Tensor) -> None:
+    def _count(self, layer: int, plan: AttentionPlan | None, view: KVView, query: Tensor) -> None:
         if not self.prefill:
             return
         heads = query.shape[1]
         new = slice(self.start, self.start + query.shape[2])
         pairs = ((self.layout.position[:, new] + 1) * self.layout.valid[:, new]).double()
         causal = pairs.sum(1, keepdim=True)
+        if view.window is not None:
+            pairs = pairs.clamp(max=view.sinks + view.window)
+        dense = pairs.sum(1, keepdim=True)
         if plan is None:
-            listed, names = causal.expand(-1, heads), ("dense",) * heads
+            listed, names = dense.expand(-1, heads), ("dense",) * heads
         else:
             listed = plan.listed_pairs()
             if self.config.choice is not None and self.config.choice.costs is not None:
-                expected = self._expected(layer, query.shape[2], self.layout.length)
+                expected = self._expected(layer, query.shape[2], view.key.shape[2], view.column)
                 self.listed[self.start] = *_to_host(listed.mean()), expected
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
             names = self.config.recipe.sparse.at(layer).per_head(heads)
             if plan.dense is not None:
-                listed[:, numbered(plan.dense.heads, listed.device)] = causal
+                listed[:, numbered(plan.dense.heads, listed.device)] = dense
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))
         self.config.meter.attention(layer, names, listed, causal)

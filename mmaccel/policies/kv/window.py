@@ -30,12 +30,15 @@ class Window(StreamPolicy):
     In a stream the head stands for the sinks, and `window` is rounded up to whole units, all of which a question sees; their
     places go on from the head as if nothing lay between.
 
+    A sparse pattern plans over the columns held, and of its plan each query sees what lies in its window.
+
     sinks   first columns that never go: models park attention there
     window  columns a query sees, its own included, at least 1
     margin  columns held beyond the window for rolling back: the last run can always be taken back, and `margin` columns more
     """
 
     sequences: ClassVar[bool] = True
+    allows_sparse: ClassVar[bool] = True
     sinks: int = 4
     window: int = 1024
     margin: int = 64

@@ -142,7 +142,7 @@ def test_it_holds_nothing_but_its_own_columns() -> None:
 
 def test_it_declares_what_it_is() -> None:
     policy = Window(margin=9)
-    assert policy.rollback_limit == 9 and not policy.exact and not policy.allows_sparse
+    assert policy.rollback_limit == 9 and not policy.exact and policy.allows_sparse
 
 
 @pytest.mark.parametrize(("field", "value"), [("sinks", -1), ("window", 0), ("margin", -1)])

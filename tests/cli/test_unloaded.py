@@ -29,9 +29,9 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "of captions": (
         ("caption", "CLIP", "--model", "OV", "--recipe", "PAIR", "--draft", "OV"),
-        "cannot stand beside kv 'window'",
+        "cannot stand beside kv 'rekv'",
     ),
-    "of the demo": (("demo", "--model", "OV", "--recipe", "PAIR"), "cannot stand beside kv 'window'"),
+    "of the demo": (("demo", "--model", "OV", "--recipe", "PAIR"), "cannot stand beside kv 'rekv'"),
     **{
         f"of eval {name}": (("eval", name, "--model", "OV", "--recipe", "PAIR"), "beside kv 'window'")
         for name in EVALS

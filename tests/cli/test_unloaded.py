@@ -33,7 +33,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "of the demo": (("demo", "--model", "OV", "--recipe", "PAIR"), "cannot stand beside kv 'rekv'"),
     **{
-        f"of eval {name}": (("eval", name, "--model", "OV", "--recipe", "PAIR"), "beside kv 'window'")
+        f"of eval {name}": (("eval", name, "--model", "OV", "--recipe", "PAIR"), "beside kv 'rekv'")
         for name in EVALS
     },
     "of a stream": (("watch", "CLIP", "--model", "OV", "--recipe", "a_shape"), "has no part in a stream"),

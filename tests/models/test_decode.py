@@ -143,7 +143,7 @@ def test_trees_are_the_model_s_own(family):
 def test_room_grows(family, monkeypatch):
     """Steps past the end of the buffers: they are laid out anew, with what they held."""
     name, model = family
-    monkeypatch.setattr("mmaccel.core.memory.kv.ROOM_MIN", 3)
+    monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 3)
     inputs = prompt(name, PROMPTS["text"])
     plain, static = adapter_for(model).runner(model), runner(model, rows=(1, 2))
     plain.prefill(inputs)

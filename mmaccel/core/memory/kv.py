@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.layout import PositionIds
-from mmaccel.core.memory.buffers import LEAST as LEAST
+from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.buffers import grow_buffer as grow_buffer
 from mmaccel.core.registry import Policy, refuse_former_names
 
@@ -30,7 +29,8 @@ class KVView:
 
     In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries stand at the last
     `n` of them; `query` [B, H, n, D] are the queries as the memory turned them. `bias` [m] float32 is added to the scores of
-    the first m keys.
+    the first m keys. `layout` [1, N] says what the columns are, where the recipe's pattern may choose among them: the
+    same object for all layers of a pass.
     """
 
     key: Tensor
@@ -40,6 +40,7 @@ class KVView:
     window: int | None = None
     query: Tensor | None = None
     bias: Tensor | None = None
+    layout: TokenLayout | None = None
 
 
 class KVState(ABC):
@@ -284,8 +285,13 @@ class StreamState(KVState):
         the units' own: then all units; fewer where the shown units are closed up (an upper bound if not known yet)."""
         return self.units(), True
 
+    def begin_ingest(self) -> None:
+        """Units that come from now on, until `idle`, are of a stored video: they see those before them since then, and their
+        views have a `layout`. Called before each clip, of a policy that `ingests`."""
+
     def idle(self) -> None:
-        """Nothing more comes for now: what was put off while units came is done, so that a question need not wait for it."""
+        """Nothing more comes for now: what was put off while units came is done, so that a question need not wait for it. An
+        ingestion ends."""
 
     def evidence(self) -> dict[int, Seen]:
         """What the last question looked at: number of a unit -> how."""
@@ -346,11 +352,13 @@ class StreamPolicy(KVPolicy):
              "proxy": passes of kind "proxy" after each chunk
     clip     units that go through the layers together; None leaves it to the session
     query_time_fields  fields that matter at a question alone: what is kept of a stream is the same for all their values
+    ingests  takes in stored videos by `VideoSession.ingest` (`StreamState.begin_ingest`), under a sparse pattern too
     """
 
     sequences: ClassVar[bool] = False
     allows_sparse: ClassVar[bool] = False
     clip: ClassVar[int | None] = None
+    ingests: ClassVar[bool] = False
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:

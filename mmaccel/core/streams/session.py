@@ -17,13 +17,15 @@ from mmaccel.backends import select
 from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
 from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
-from mmaccel.core.errors import ModelError, tell_kept, warn
+from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
-from mmaccel.core.streams.stream_runner import StreamRunner, moments
+from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
 
 Progress = Callable[[int, int | None], None]
+How = Literal["watch", "ingest"]
+Given = list[float] | None
 
 
 class VideoSession:
@@ -89,6 +91,39 @@ class VideoSession:
         has read, leaves out the others, and a warning gives the number kept. Of a live source the model reads what has come
         once nothing came for half a second. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
+        return self._take_in("watch", video, times, fps, progress, timeout)
+
+    def ingest(
+        self,
+        video: Any,
+        fps: float | None = None,
+        progress: Progress | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> int:
+        """Take in a stored video as `watch` does, but in passes of the recipe's `chunk` (32 768 tokens), under its pattern.
+        A frame sees all frames of the video before it, and not the window alone; at the end all but the window goes where
+        frames go that leave it. Gives the number of frames.
+
+        `ingest_frames` of a memory says how far frames see, and `counters` what part of the frames up to them they saw
+        ("ingest_seen"). All of the video is taken in or nothing, also where `timeout` or `cancel` ends the call, with a
+        warning. Raises `RecipeError` for a memory that does not ingest.
+        """
+        if not self._kv.ingests:
+            raise RecipeError(
+                f"kv {self._kv.name!r} does not ingest (its class does not say ingests = True); use watch."
+            )
+        return self._take_in("ingest", video, None, fps, progress, timeout)
+
+    def _take_in(
+        self,
+        how: How,
+        video: Any,
+        times: Sequence[float] | Tensor | None,
+        fps: float | None,
+        progress: Progress | None,
+        timeout: float | None,
+    ) -> int:
         if fps is not None and not 0 < fps < math.inf:
             raise ModelError(f"fps: {fps!r}; give a positive number of frames a second.")
         given = None if times is None else [float(moment) for moment in times]
@@ -96,7 +131,8 @@ class VideoSession:
             raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
         deadline = Deadline(timeout, self._cancelled)
         # Times are given for all frames of a call: all are taken in, or none.
-        each, every = (self._whole, nullcontext) if given is None else (nullcontext, self._whole)
+        apart = given is None and how == "watch"
+        each, every = (self._whole, nullcontext) if apart else (nullcontext, self._whole)
         done, part, over = 0, False, None
         try:
             with (
@@ -107,7 +143,7 @@ class VideoSession:
                 try:
                     for clip in clips:
                         with each():
-                            taken = self._take(clip, given, done, progress, deadline)
+                            taken = self._take(how, clip, given, done, progress, deadline)
                             if not clip.part:
                                 self._rest()
                         done, part = done + taken, clip.part
@@ -116,6 +152,9 @@ class VideoSession:
                             break
                 except Ended as end:  # while frames were awaited
                     over = end.reason
+                if over is not None and how == "ingest":
+                    done = 0
+                    raise Ended(over)
                 if given is not None and over is None and done != len(given):
                     raise ModelError(
                         f"times: there are {len(given)} for {done} frames; give one for each frame."
@@ -125,12 +164,12 @@ class VideoSession:
         except Ended as end:  # while the call waited for its turn
             over = end.reason
         except Exception as error:
-            if done and given is None:
+            if done and apart:
                 tell_kept(error, done)
             raise
         if over is not None:
             why = "it reached its timeout" if over == "timeout" else "it was cancelled"
-            warn(f"watch: {why}; it took in {done} frames and left out the rest.")
+            warn(f"{how}: {why}; it took in {done} frames and left out the rest.")
         return done
 
     def cancel(self) -> None:
@@ -164,25 +203,11 @@ class VideoSession:
             raise
 
     def _take(
-        self, clip: Clip, given: list[float] | None, done: int, progress: Progress | None, deadline: Deadline
+        self, how: How, clip: Clip, given: Given, done: int, progress: Progress | None, deadline: Deadline
     ) -> int:
         count, live = clip.frames.shape[0], self._live
-        if not count:
-            raise ModelError("watch: the clip has no frames; give at least one.")
-        if clip.frames.dtype != torch.uint8:
-            raise ModelError(f"watch: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
-        # Too many are told of before anything is taken in, where the end is known.
-        times = clip.times if given is None else given[done : done + count if clip.part else None]
-        if times is not None and len(times) != count:
-            whose = "of the video " if given is None else ""
-            raise ModelError(
-                f"times: there are {len(times)} {whose}for {count} frames; give one for each frame."
-            )
-        last = live.info.times[-1] if live is not None and live.info.times else None
-        rate = clip.fps if clip.fps or live is None else live.info.fps
-        shown = moments(last, times, count, rate, given is not None)
+        shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
         if live is None:
-            timed = times is not None or rate is not None
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
             live = self._live = StreamRunner.begin(*parts, timed)
             live.beside = self._beside()
@@ -191,7 +216,7 @@ class VideoSession:
             if progress is not None:
                 progress(done + through, None if clip.part else done + count)
 
-        taken = live.take(clip.frames, shown, tell, deadline)
+        taken = live.take(clip.frames, shown, tell, deadline, ingest=how == "ingest")
         live.beside.take(clip.frames[:taken], shown[:taken], clip.fps, live.info.timed)
         if not self.frames:
             live.close()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.attach import StreamModel
+from mmaccel.core.attach import Clip, StreamModel
 from mmaccel.core.decoding.generate import Deadline, Evidence
 from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
@@ -23,6 +23,8 @@ from mmaccel.core.streams.question import QuestionRunner
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
+ROWS = 1 << 15
+"""Tokens of a pass of an ingestion where the recipe has no `chunk`."""
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class StreamRunner:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
         self.adapter, self.kv, self.info = adapter, kv, info
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
+        self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
         self.beside = CarefulDraftStream()
         self._warned = self._full = False
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
@@ -94,10 +97,19 @@ class StreamRunner:
     # Frames come in.
 
     def take(
-        self, frames: Tensor, moments: list[float], progress: Callable[[int], None], deadline: Deadline
+        self,
+        frames: Tensor,
+        moments: list[float],
+        progress: Callable[[int], None],
+        deadline: Deadline,
+        ingest: bool = False,
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments`; calls `progress` with the number read so far. Gives the number
-        taken in: when the deadline comes first, those whose passes were complete."""
+        taken in: when the deadline comes first, those whose passes were complete. `ingest`: they are of a stored video, and
+        the state's `idle` follows."""
+        step = self._bulk if ingest else self._step
+        if ingest:
+            self.state.begin_ingest()
         info, pace = self.info, self.adapter.pace
         before = len(info.times)
         frames = self._alike(frames)
@@ -106,13 +118,13 @@ class StreamRunner:
         pending = frames.shape[0] - len(moments)
         info.times += moments
         whole = frames.shape[0] // pace
-        for first in range(0, whole, self._step):
+        for first in range(0, whole, step):
             if deadline.over() is not None:
                 taken = max(0, first * pace - pending)
                 del info.times[before + taken :]
                 info.pending = info.pending if first == 0 else None
                 return taken
-            last = min(first + self._step, whole)
+            last = min(first + step, whole)
             self._encode(frames[first * pace : last * pace])
             progress(last * pace - pending)
         rest = frames[whole * pace :]
@@ -259,9 +271,10 @@ class StreamRunner:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
         fresh, picked, info = state.fresh(), state.pick(), self.info
         self._head(fresh)
-        for at in range(0, len(picked), self._step):
+        fresh.begin_ingest()
+        for at in range(0, len(picked), self._bulk):
             deadline.check()
-            some = picked[at : at + self._step]
+            some = picked[at : at + self._bulk]
             # Each clip of the stream may have had a size of its own.
             alike = itertools.groupby((one for _, one in some), _size)
             runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
@@ -306,6 +319,26 @@ def filled(frames: Tensor, pace: int) -> Tensor:
     """`frames` with the last repeated, as processors do, to fill whole units."""
     short = -len(frames) % pace
     return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
+
+
+def shown_at(
+    how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
+) -> tuple[list[float], bool]:
+    """The seconds at which the frames of a clip are shown after the stream of `info`, and whether these are known; `given`
+    are those of all frames of a call, of which `done` came before. Raises `ModelError`, which names the call `how`."""
+    count = clip.frames.shape[0]
+    if not count:
+        raise ModelError(f"{how}: the clip has no frames; give at least one.")
+    if clip.frames.dtype != torch.uint8:
+        raise ModelError(f"{how}: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
+    # Too many are told of before anything is taken in, where the end is known.
+    times = clip.times if given is None else given[done : done + count if clip.part else None]
+    if times is not None and len(times) != count:
+        whose = "of the video " if given is None else ""
+        raise ModelError(f"times: there are {len(times)} {whose}for {count} frames; give one for each frame.")
+    last = info.times[-1] if info is not None and info.times else None
+    rate = clip.fps if clip.fps or info is None else info.fps
+    return moments(last, times, count, rate, given is not None), times is not None or rate is not None
 
 
 def moments(

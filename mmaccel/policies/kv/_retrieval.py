@@ -46,19 +46,18 @@ class ArchivedMemory(StreamMemory):
     def __init__(
         self, policy: Any, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
-        window, local, positions = stream.units(policy.window), stream.units(policy.local), policy.positions
-        super().__init__(stream, geometry, model, device, window=window, local=local, positions=positions)
+        super().__init__(stream, geometry, model, device, **policy.sizes(stream))
         self.policy, self.budget = policy, stream.units(policy.frames)
         self.encode_budget, self.prefetch = stream.units(policy.encode_frames), policy.prefetch
         self.reps = ALL if policy.reps is None else policy.reps
-        own = policy.index, stream, geometry, device, window, policy.reps != 0
+        own = policy.index, stream, geometry, device, self.window, policy.reps != 0
         self.index: Index = policy.index.opens(*own)
         self.store = policy.store(stream, geometry, device)
-        self.prefetcher = Prefetcher(self.store, geometry.layers, window, stream.units(policy.cache))
+        self.prefetcher = Prefetcher(self.store, geometry.layers, self.window, stream.units(policy.cache))
         self.prediction = QueryPrediction(geometry.layers, geometry.hidden, device)
         self.replays = Replays(device)
         # What passes retrieve stands before the window, wherever the stream is.
-        self.bases = Bases(stream.places, window, self.encode_budget)
+        self.bases = Bases(stream.places, self.window, self.encode_budget)
         self._model = model
         # Summary tokens of each layer; what the device was told last, and where.
         self._left: list[int] = []
@@ -81,6 +80,7 @@ class ArchivedMemory(StreamMemory):
         return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
+        super().begin_pass(stream_pass)
         if stream_pass.kind == "question":
             self._found = {}
             self._questions += 1
@@ -99,7 +99,6 @@ class ArchivedMemory(StreamMemory):
                 self.prefetcher.begin(self._first)
                 if stream_pass.look is not None and self.index.by_look:
                     self.index.by(stream_pass.look.mean(0))
-        super().begin_pass(stream_pass)
 
     def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
         if not self._encodes:
@@ -144,6 +143,7 @@ class ArchivedMemory(StreamMemory):
 
     def idle(self) -> None:
         """A question may be asked next; what the device was told before is not sent again."""
+        super().idle()
         self.index.digest()
         self.index.prepare(self._begin)
         if self._first:

@@ -51,6 +51,8 @@ class TokenPolicy(StreamPolicy):
     positions  where kept tokens stand: "original" as long as the model's limit allows, then compact; or "compact" always
     """
 
+    ingests: ClassVar[bool] = True
+
     frames: int = 64
     positions: Literal["original", "compact"] = "original"
 
@@ -90,6 +92,9 @@ class TokenMemory(StreamMemory):
         having searched for it. query [H, D]: the mean of the question's raw queries."""
 
     # The way of a pass.
+
+    def begin_ingest(self) -> None:
+        self._ingests = True  # it keeps what it keeps
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         super().begin_pass(stream_pass)
@@ -133,7 +138,8 @@ class TokenMemory(StreamMemory):
         turned = self.rope.apply(whole.key, (cos, sin))
         query = self.rope.apply(query, (cos[:, :, start:], sin[:, :, start:]))
         head_key, head_value = self._head(layer)
-        return KVView(torch.cat([head_key, turned], 2), torch.cat([head_value, whole.value], 2), query=query)
+        key, value = torch.cat([head_key, turned], 2), torch.cat([head_value, whole.value], 2)
+        return KVView(key, value, query=query, layout=self._layout(key.shape[2]))
 
     def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> Asked:
         part: Pair | None = None

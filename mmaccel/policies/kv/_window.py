@@ -11,14 +11,14 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, check_choice, check_least
-from mmaccel.core.layout import PositionIds
+from mmaccel.core.layout import TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
 
 Pair = tuple[Tensor, Tensor]
@@ -45,21 +45,33 @@ class WindowedPolicy(StreamPolicy):
 
     window     frames, the current one included, that a query sees while the stream is encoded
     local      of these, the last so many are seen by a question; the rest are recalled or not, like older ones
+    ingest_frames  frames, those of the pass included, that a query sees while a stored video is ingested; older ones are
+               then seen as far as its layer retrieves them. None: as many as half the free memory of the device holds. No
+               more than the model has positions for
     positions  where a question sees units: "compact", one after the other as if nothing lay between them, or
                "original", at their true places, and compact from the moment when these pass what the model was made for
     """
 
+    ingests: ClassVar[bool] = True
+
     window: int = 76
     local: int = 8
+    ingest_frames: int | None = None
     positions: Literal["compact", "original"] = "compact"
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "window", of=" frame")
+        check_least(self, 1, "window", "ingest_frames", of=" frame")
         if not 0 <= self.local <= self.window:
             raise RecipeError(
                 f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
             )
         check_choice(self.name, "positions", self.positions, ("compact", "original"))
+
+    def sizes(self, stream: Stream) -> dict[str, Any]:
+        """The fields as the memory of a stream takes them: frames in units."""
+        ingest = None if self.ingest_frames is None else stream.units(self.ingest_frames)
+        units = {"window": stream.units(self.window), "local": stream.units(self.local), "ingest": ingest}
+        return {**units, "positions": self.positions}
 
 
 class Bases:
@@ -146,6 +158,7 @@ class PassState(StreamState):
         self.rope = Rope(model, stream.dtype)
         self._stream_pass: StreamPass | None = None
         self._new: dict[int, Pair] = {}
+        self._ingests, self._columns = False, dict[int, TokenLayout]()
         self._headed = self._count = self._extra = self._pending = self._last = 0
 
     def _cut(self, columns: int) -> None:
@@ -169,6 +182,7 @@ class PassState(StreamState):
     def begin_pass(self, stream_pass: StreamPass) -> None:
         self._stream_pass = stream_pass
         self.rope.forget()
+        self._columns.clear()
         if stream_pass.kind == "question":
             self._pending = stream_pass.pending
 
@@ -203,8 +217,26 @@ class PassState(StreamState):
         self._stream_pass = None
         self._new.clear()
 
+    def begin_ingest(self) -> None:
+        self._ingests = True
+
+    def idle(self) -> None:
+        self._ingests = False
+
+    def _layout(self, columns: int) -> TokenLayout | None:
+        """What the `columns` columns of a view are while units are ingested: the head, and units by rank."""
+        if not self._ingests or self._stream_pass is None or self._stream_pass.kind != "units":
+            return None
+        if columns not in self._columns:
+            place = torch.arange(columns, device=self.device)[None] - self.stream.head
+            frame = (place // self.stream.unit).clamp_min(-1)
+            modality = torch.where(place < 0, TEXT, VIDEO)
+            self._columns[columns] = TokenLayout.build(modality, frame=frame)
+        return self._columns[columns]
+
     def _forget_question(self) -> None:
         self._break_off()
+        self._ingests = False
         self._extra = self._pending = self._last = 0
         self._cut(self.length())
 

@@ -15,10 +15,11 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, grow_buffer
-from mmaccel.policies.kv._window import Asked, Bases, Look, Pair, PassState, Ring, Rows, mean_query, weigh
+from mmaccel.policies.kv._ingest import IngestState
+from mmaccel.policies.kv._window import Asked, Look, Pair, Ring, Rows, mean_query, weigh
 
 
-class StreamMemory(PassState):
+class StreamMemory(IngestState):
     """The base of windowed memories; subclasses archive what leaves the window and say what a question recalls.
 
     New units see the head, the last ``window * P`` columns, their own included, and nothing else; so what a chunk gives does
@@ -26,9 +27,11 @@ class StreamMemory(PassState):
     [head | recalled units in order of time | local units | question and answer], turned at compact or original places,
     gathered once a layer and kept for the answer.
 
-    window, local: units. Subclasses fill `_gone` (units leave the window), `_recall` and `_bring` (a question), `_rewind`,
-    `_save` and `_load`, or replace `_gather`, which makes what a question sees. Which units a question recalls stays on the
-    device; how many they are the host knows.
+    A stored video is ingested as `IngestState` has it, and all but the window leaves when it has ended.
+
+    window, local, ingest: units. Subclasses fill `_gone` (units leave the window), `_recall` and `_bring` (a question),
+    `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees. Which units a question recalls
+    stays on the device; how many they are the host knows.
     """
 
     allows_branches = True
@@ -43,31 +46,20 @@ class StreamMemory(PassState):
         window: int,
         local: int,
         positions: str = "compact",
+        ingest: int | None = None,
     ) -> None:
-        super().__init__(stream, geometry, model, device)
-        self.window, self.local, self.compact = window, local, positions == "compact"
+        super().__init__(stream, geometry, model, device, window, ingest)
+        self.local, self.compact = local, positions == "compact"
         self._always = self.compact
-        self.bases = Bases(stream.places, window)
-        self._heads: list[Ring | None] = [None] * geometry.layers
-        self._rings: list[Ring | None] = [None] * geometry.layers
         # What layers appended in the pass, its keys turned.
         self._fresh: dict[int, Tensor] = {}
         self._asked: dict[int, Asked] = {}
         # On a device what a question sees lies where it lay for the one before.
         self._kept, self._keeps = dict[int, Pair](), device.type == "cuda"
-        self._first = self._base = 0
         self._looks: dict[int, Look] = {}
         self._rows = Rows()
 
     # What subclasses fill.
-
-    def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
-        """Units ``first .. first + count`` leave the window of a layer; [1, G, count * P, D]."""
-
-    def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
-        """Keys, turned, and values of units that have left the window, which the units of a pass see besides; by their raw
-        queries [1, H, n, D]."""
-        return []
 
     def _recall(self, layer: int, query: Tensor, end: int) -> Tensor | None:
         """Ascending numbers [k] on the device, below `end`, of the units to see, or None; query [H, D] is the mean of the
@@ -91,7 +83,9 @@ class StreamMemory(PassState):
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         super().begin_pass(stream_pass)
-        if stream_pass.kind == "units":
+        if stream_pass.kind == "units" and self._ingested is not None:
+            self._make_way(self._ingested, stream_pass)
+        elif stream_pass.kind == "units":
             if (base := self.bases.of(stream_pass.first)) != self._base:
                 self._base = base
                 self._turn_rings()
@@ -158,13 +152,12 @@ class StreamMemory(PassState):
                 # Copied before it is written: both lie in one buffer.
                 side[:, :, begin : begin + len(path)] = side.index_select(2, path.to(side.device) + begin)
 
-    def fit(self, first: int, count: int) -> int:
-        return self.bases.same(first, count)
-
     def _encode(
         self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor
     ) -> KVView:
         """What new units see: the head, what is retrieved for them, and the window, their own columns in it."""
+        if self._ingested is not None:
+            return self._show(layer, query, key, value)
         places, ring = self.stream.places, self._rings[layer]
         angles = self.rope.at("units", lambda: places.own(stream_pass.first, stream_pass.count, self._base))
         turned = self._fresh[layer] = self.rope.apply(key, angles)
@@ -268,6 +261,8 @@ class StreamMemory(PassState):
 
     def _move(self, stream_pass: StreamPass) -> None:
         """New units into the window; what is beyond it leaves."""
+        if self._ingested is not None:
+            return self._took(self._ingested, stream_pass)
         total = stream_pass.first + stream_pass.count
         first = max(self._first, total - self.window)
         leaving = first - self._first
@@ -285,18 +280,6 @@ class StreamMemory(PassState):
             self._rings[layer] = Ring(*sides)
         self._count, self._first = total, first
 
-    def _turn_rings(self) -> None:
-        if self._count == self._first:
-            return
-        places = self.stream.places
-        # Units before the base are those that no query of a new unit sees; they are turned at the base's own place.
-        numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
-        own = None if places.even else places.own(self._first, len(numbers), self._base)
-        angles = self.rope.angles(places.chosen(numbers, int(numbers[-1])) if own is None else own)
-        for layer, ring in enumerate(self._rings):
-            if ring is not None:
-                self._rings[layer] = ring._replace(turned=self.rope.apply(ring.key, angles))
-
     # The stream as a whole.
 
     def held(self) -> int:
@@ -308,7 +291,7 @@ class StreamMemory(PassState):
 
     def restore(self, mark: Any) -> None:
         self._count, self._first, self._base, heads, rings = mark
-        self._heads, self._rings = list(heads), list(rings)
+        self._heads, self._rings, self._ingested = list(heads), list(rings), None
         self._headed = self.stream.head if heads[0] else 0
         self._forget_question()
         self._rewind(self._count, self._first)
@@ -335,7 +318,8 @@ class StreamMemory(PassState):
     def nbytes(self) -> int:
         tensors = [t for ring in (*self._heads, *self._rings) if ring is not None for t in ring]
         tensors += [t for one in self._asked.values() if not self._kept for t in (one.key, one.value)]
-        return sum(tensor.nbytes for tensor in (*tensors, *(x for x, _ in self._kept.values())))
+        held = 0 if self._ingested is None else self._ingested.nbytes()
+        return held + sum(tensor.nbytes for tensor in (*tensors, *(x for x, _ in self._kept.values())))
 
     def counters(self) -> dict[str, float]:
         window = float(self._count - self._first)

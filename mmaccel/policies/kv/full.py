@@ -34,6 +34,7 @@ class Full(StreamPolicy):
     exact: ClassVar[bool] = True
     sequences: ClassVar[bool] = True
     allows_sparse: ClassVar[bool] = True
+    ingests: ClassVar[bool] = True
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return FullState(geometry.layers)
@@ -200,7 +201,8 @@ class WholeStream(PassState):
         angles = self.rope.at("pass", self._places)
         key, value = self._show(layer, self.rope.apply(key, angles), value)
         del self._new[layer]
-        return KVView(key, value, query=self.rope.apply(query, angles))
+        query = self.rope.apply(query, angles)
+        return KVView(key, value, query=query, layout=self._layout(key.shape[2]))
 
     def _places(self) -> Tensor:
         stream_pass, places = self._stream_pass, self.stream.places

@@ -31,6 +31,7 @@ class Offload(HostPolicy):
     """
 
     exact: ClassVar[bool] = True
+    ingests: ClassVar[bool] = True
     spills: ClassVar[tuple[Spill, ...]] = ("refuse", "disk")
 
     def stream(

@@ -38,7 +38,4 @@ class Recent(WindowedPolicy):
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        window, local = stream.units(self.window), stream.units(self.local)
-        return StreamMemory(
-            stream, geometry, model, device, window=window, local=local, positions=self.positions
-        )
+        return StreamMemory(stream, geometry, model, device, **self.sizes(stream))

@@ -39,6 +39,7 @@ class Window(StreamPolicy):
 
     sequences: ClassVar[bool] = True
     allows_sparse: ClassVar[bool] = True
+    ingests: ClassVar[bool] = True
     sinks: int = 4
     window: int = 1024
     margin: int = 64

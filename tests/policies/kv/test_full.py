@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmaccel.core.memory.kv import ROOM_MAX
+from mmaccel.core.memory.buffers import ROOM_MAX
 from mmaccel.policies.kv import Full
 from tests.policies.kv.memory import open_state
 

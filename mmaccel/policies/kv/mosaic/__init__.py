@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from mmaccel.backends.ops import clusters as ops
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
-from mmaccel.core.memory.kv import LEAST as PLACES
+from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy, Former, Prefetch, renamed

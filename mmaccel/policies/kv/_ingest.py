@@ -1,0 +1,215 @@
+"""A stored video taken in by a windowed memory: its units see all before them, and leave for the window when it has ended.
+
+Letters: H query heads, G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before rotation)
+unless said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
+from mmaccel.policies.kv._window import Bases, Pair, PassState, Ring
+from mmaccel.policies.kv.store.slabs import host_available
+
+SHARE = 0.5
+"""Of the memory that is free when an ingestion begins: the rest is for a pass's own values and for the index."""
+
+
+class Ingested:
+    """The head and the last `units` units of each layer, side by side in buffers that grow.
+
+    sides  of each layer keys and values [1, G, head + units * P, D], which it may write to
+    unit   P
+    most   units that fit
+    taken  units that were ingested, and `share` the sum over them of what part of the units up to them they saw
+    """
+
+    def __init__(self, sides: Sequence[Pair], head: int, unit: int, most: int) -> None:
+        self._sides, self._head, self._unit, self.most = list(sides), head, unit, most
+        self.units = (sides[0][0].shape[2] - head) // unit
+        self.taken, self.share = 0, 0.0
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
+        """All keys and values of a layer, those [1, G, n, D] of a pass last; they stay once `units` counts them."""
+        used = self._head + self.units * self._unit
+        end = used + key.shape[2]
+        keys, values = (grow_buffer(side, 2, end, used=used) for side in self._sides[layer])
+        keys[:, :, used:end], values[:, :, used:end] = key, value
+        self._sides[layer] = keys, values
+        return keys[:, :, :end], values[:, :, :end]
+
+    def of(self, layer: int, first: int, count: int) -> Pair:
+        """Keys and values [1, G, count * P, D] of `count` units of a layer, from the one of rank `first` on; views."""
+        begin = self._head + first * self._unit
+        key, value = (side[:, :, begin : begin + count * self._unit] for side in self._sides[layer])
+        return key, value
+
+    def drop(self, count: int) -> None:
+        """Forget the first `count` units of all layers."""
+        left = self.units - count
+        for layer in range(len(self._sides) if count else 0):
+            for side, kept in zip(self.of(layer, 0, left), self.of(layer, count, left), strict=True):
+                side.copy_(kept.clone())  # they may overlap
+        self.units = left
+
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(side.nbytes for pair in self._sides for side in pair)
+
+
+def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> int:
+    """How many units `Ingested` may hold in its share of the memory that is free on the device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        taken = torch.cuda.memory_allocated(device)
+        cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        # What the process has reserved and does not use is free for it.
+        free = min(free + torch.cuda.memory_reserved(device), cap) - taken
+    else:
+        free = host_available()
+    column = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * stream.dtype.itemsize
+    return max(1, int(free * SHARE) // (column * stream.unit))
+
+
+class IngestState(PassState):
+    """What a windowed memory is while units come: the head, its rings, and in the place of these what an ingestion sees.
+
+    Units of an ingestion see the head, what is retrieved for them, and all units before them since `begin_ingest` and in the
+    window then: at most `ingest` (None: what memory holds), and no more than have places within the model's limit.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        geometry: Geometry,
+        model: ModelView,
+        device: torch.device,
+        window: int,
+        ingest: int | None,
+    ) -> None:
+        super().__init__(stream, geometry, model, device)
+        self.window, self.ingest, self.bases = window, ingest, Bases(stream.places, window)
+        self._heads: list[Ring | None] = [None] * geometry.layers
+        self._rings: list[Ring | None] = [None] * geometry.layers
+        self._first = self._base = 0
+        self._ingested: Ingested | None = None
+        self._taken, self._share = 0, 0.0
+
+    def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
+        """Units ``first .. first + count`` leave the window of a layer; [1, G, count * P, D]."""
+
+    def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
+        """Keys, turned, and values of units that have left the window, which the units of a pass see besides; by their raw
+        queries [1, H, n, D]."""
+        return []
+
+    def begin_ingest(self) -> None:
+        super().begin_ingest()
+        if self._ingested is not None:
+            return
+        sides = list[Pair]()
+        for pair in zip(self._heads, self._rings, strict=True):
+            there = [one for one in pair if one is not None]
+            # Also of one tensor this is a copy.
+            sides.append(
+                (torch.cat([one.key for one in there], 2), torch.cat([one.value for one in there], 2))
+            )
+        fit = units_that_fit(self.stream, self.geometry, self.device)
+        most = fit if self.ingest is None else min(fit, self.ingest)
+        self._ingested = Ingested(sides, self.stream.head, self.stream.unit, most)
+
+    def fit(self, first: int, count: int) -> int:
+        if self._ingested is None:
+            return self.bases.same(first, count)
+        count = min(count, self._ingested.most)
+        return next((some for some in range(count, 1, -1) if self._admits(first, first + some)), 1)
+
+    @property
+    def _spare(self) -> int:
+        """Slots that what is retrieved for a pass takes before all others."""
+        return self.bases.window - self.window
+
+    def _admits(self, first: int, end: int) -> bool:
+        """Whether units ``first .. end`` find places within the model's limit, less a base if need be."""
+        places, reach = self.stream.places, self.bases.reach
+        last = places.slots(end)
+        return last <= reach or last - int(places.at(first)) + self._spare <= reach
+
+    def _make_way(self, held: Ingested, stream_pass: StreamPass) -> None:
+        """Units that a pass of an ingestion cannot see any more leave."""
+        end, places = stream_pass.first + stream_pass.count, self.stream.places
+        some = range(max(self._first, end - held.most), self._count)
+        first = next((unit for unit in some if self._admits(unit, end)), self._count)
+        self._leave(held, first - self._first)
+        held.drop(first - self._first)
+        far = places.slots(end) > self.bases.reach
+        self._first, self._base = first, max(0, int(places.at(first)) - self._spare) if far else 0
+
+    def _leave(self, held: Ingested, count: int) -> None:
+        for layer in range(self.geometry.layers if count else 0):
+            self._gone(layer, self._first, count, *held.of(layer, 0, count))
+
+    def _show(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> KVView:
+        """What units of an ingestion see at a layer, by their raw queries [1, H, n, D]; key, value [1, G, n, D]."""
+        held, head, rows = self._ingested, self.stream.head, query.shape[2]
+        assert held is not None
+        between = self._retrieved(layer, query)
+        key, value = held.append(layer, key, value)
+        places, count = self.stream.places, (key.shape[2] - head) // self.stream.unit
+        cos, sin = self.rope.at(
+            "ingested", lambda: torch.cat([places.head(), places.own(self._first, count, self._base)], -1)
+        )
+        query = self.rope.apply(query, (cos[:, :, -rows:], sin[:, :, -rows:]))
+        key = self.rope.apply(key, (cos, sin))
+        if between:
+            key, value = (
+                torch.cat([own[:, :, :head], *more, own[:, :, head:]], 2)
+                for own, *more in zip((key, value), *between, strict=True)
+            )
+        return KVView(key, value, query=query, layout=self._layout(key.shape[2]))
+
+    def _took(self, held: Ingested, stream_pass: StreamPass) -> None:
+        """The pass of an ingestion is over: its units stay."""
+        count, total = stream_pass.count, stream_pass.first + stream_pass.count
+        held.units, held.taken = held.units + count, held.taken + count
+        held.share += count * (total - self._first) / total
+        self._count = total
+
+    def idle(self) -> None:
+        super().idle()
+        held, self._ingested = self._ingested, None
+        if held is None:
+            return
+        gone = max(0, held.units - self.window)
+        self._leave(held, gone)
+        for layer in range(self.geometry.layers if held.units else 0):
+            # Copied: a slice would keep the whole.
+            key, value = (side.clone() for side in held.of(layer, gone, held.units - gone))
+            self._rings[layer] = Ring(key, key, value)
+        self._first += gone
+        self._base = self.bases.of(max(self._count - 1, 0))
+        self._turn_rings()
+        self._taken, self._share = self._taken + held.taken, self._share + held.share
+
+    def _turn_rings(self) -> None:
+        if self._count == self._first:
+            return
+        places = self.stream.places
+        # Units before the base are those that no query of a new unit sees; they are turned at the base's own place.
+        numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
+        own = None if places.even else places.own(self._first, len(numbers), self._base)
+        angles = self.rope.angles(places.chosen(numbers, int(numbers[-1])) if own is None else own)
+        for layer, ring in enumerate(self._rings):
+            if ring is not None:
+                self._rings[layer] = ring._replace(turned=self.rope.apply(ring.key, angles))
+
+    def counters(self) -> dict[str, float]:
+        if not self._taken:
+            return super().counters()
+        share = self._share / self._taken
+        return {**super().counters(), "ingested": float(self._taken), "ingest_seen": share}

@@ -1,0 +1,205 @@
+"""A stored video taken in by `ingest`: its frames see all frames before them, whatever the memory's window."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.errors import MmaccelWarning, RecipeError
+from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.registry import registry
+from tests.models.streams import CLUSTERS, FPS, QUESTION, film, logits, open_session, pair, plain, said
+
+EQUAL = 1e-5
+FRAMES = 22
+pytestmark = pytest.mark.numeric(by="torch")
+ARCHIVED: dict[str, Any] = {"frames": 64, "window": 6, "local": 3, "positions": "original"}
+ROOMY: dict[str, dict[str, Any]] = {
+    # Windows are small: what is encoded under them alone is another.
+    "rekv": {"name": "rekv", **ARCHIVED},
+    "mosaic": {"name": "mosaic", **ARCHIVED, "index": CLUSTERS, "encode_frames": 0},
+    "mosaic retrieving": {"name": "mosaic", **ARCHIVED, "index": CLUSTERS, "encode_frames": 2},
+    "recent": {"name": "recent", "window": 64, "local": 64, "positions": "original"},
+    "window": {"name": "window", "window": 1 << 16},
+    "livevlm": {"name": "livevlm", "frames": 64, "recall": 1.0},
+    "streammem": {"name": "streammem", "frames": 64, "similar": None},
+    "offload": {"name": "offload"},
+    "full": {"name": "full"},
+    "no_cache": {"name": "no_cache"},
+}
+NAMES = ("random-ov", "random-qwen")
+
+
+def test_every_memory_that_ingests_is_here() -> None:
+    streams = {name: cls for name, cls in registry("kv").items() if issubclass(cls, StreamPolicy)}
+    assert {one["name"] for one in ROOMY.values()} == {name for name, cls in streams.items() if cls.ingests}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kv", ROOMY)
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_with_room_for_all_an_ingested_film_is_the_plain_model_s(
+    name: str, kv: str, chunk: int | None
+) -> None:
+    with open_session(name, "full") as whole, open_session(name, ROOMY[kv], chunk=chunk) as session:
+        whole.watch(film(FRAMES), fps=FPS)
+        assert session.ingest(film(FRAMES), fps=FPS) == FRAMES
+        assert (logits(session) - logits(whole)).abs().max() <= EQUAL
+        assert session.ask(QUESTION, 4).text == whole.ask(QUESTION, 4).text == said(name, FRAMES, 4)
+        assert (logits(session) - plain(name, FRAMES)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_under_the_window_alone_it_would_be_another(name: str, kv: str) -> None:
+    with open_session(name, "full") as whole, open_session(name, ROOMY[kv]) as session:
+        for one in (whole, session):
+            one.watch(film(FRAMES), fps=FPS)
+        assert (logits(session) - logits(whole)).abs().max() > 100 * EQUAL
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic retrieving"])
+def test_live_frames_go_on_under_the_window(kv: str, name: str = "random-ov") -> None:
+    """After an ingestion the window is what it would be after any other: how the rest is cut changes nothing."""
+    fields = {**ROOMY[kv], "encode_frames": 0}
+    found = []
+    for cuts in ([8], [1, 3, 4]):
+        with open_session(name, fields) as session:
+            session.ingest(film(14), fps=FPS)
+            told = session.counters()
+            assert told["window"] == 6 and told["units"] == 14 and told["host_units"] == 2 * 8
+            assert told["ingested"] == 14 and told["ingest_seen"] == 1
+            for part in film(FRAMES)[14:].split(cuts):
+                session.watch(part, fps=FPS)
+            found.append(logits(session))
+    assert (found[0] - found[1]).abs().max() <= EQUAL
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic retrieving", "recent"])
+def test_frames_see_no_further_than_they_are_told_to(kv: str, name: str = "random-ov") -> None:
+    """By `ingest_frames` as long as a pass, passes see themselves and what they retrieve; that differs from all."""
+    fields = {**ROOMY[kv], "ingest_frames": 8}
+    with open_session(name, fields, chunk=64) as session, open_session(name, "full") as whole:
+        for one in (session, whole):
+            one.ingest(film(FRAMES), fps=FPS)
+        told = session.counters()
+        assert 0.3 < told["ingest_seen"] < 0.8 and told["ingested"] == FRAMES
+        assert (logits(session) - logits(whole)).abs().max() > 100 * EQUAL
+        if kv == "mosaic retrieving":
+            assert told["host_bytes_in"] > 0
+    with open_session(name, {**fields, "ingest_frames": FRAMES}, chunk=64) as session:
+        session.ingest(film(FRAMES), fps=FPS)
+        assert session.counters()["ingest_seen"] == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_film_longer_than_the_positions_keeps_its_places_within_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ways to the same view: a base is taken from places, or the film is seen `ingest_frames` at a time."""
+    from mmaccel.core.layout import PositionIds
+
+    taken: list[int] = []
+    made = PositionIds.own
+
+    def own(self: PositionIds, first: int, count: int, base: int = 0) -> torch.Tensor:
+        out = made(self, first, count, base)
+        taken.append(int(out.max()))
+        return out
+
+    monkeypatch.setattr(PositionIds, "own", own)
+    model, _ = pair(name)
+    config = model.config.text_config
+    monkeypatch.setattr(config, "max_position_embeddings", 150 if name == "random-ov" else 24)
+    kv = {"name": "rekv", "frames": 2, "window": 2, "local": 1, "encode_frames": 1}
+    with open_session(name, kv, chunk=64) as session:
+        session.ingest(film(25).repeat(2, 1, 1, 1), fps=FPS)
+        live = session._live
+        assert live is not None and live.stream.places.span(live.state.units()) > live.stream.places.limit
+        assert 0 < session.counters()["ingest_seen"] < 1
+        assert max(taken) < live.stream.places.limit
+        session.ask(QUESTION, 2)
+
+
+@pytest.mark.parametrize("kv", ROOMY)
+def test_an_ingestion_that_fails_or_is_cancelled_leaves_the_stream_as_it_was(kv: str) -> None:
+    fields = {**ROOMY[kv], **({"ingest_frames": 12} if kv in ("rekv", "mosaic retrieving") else {})}
+    with open_session("random-ov", fields, chunk=64) as session:
+        session.watch(film(9), fps=FPS)
+        before, told = logits(session), session.counters()
+
+        def stop(done: int, total: int | None) -> None:
+            if done > 10:
+                raise KeyError("stopped")
+
+        def cancel(done: int, total: int | None) -> None:
+            if done > 10:
+                session.cancel()
+
+        with pytest.raises(KeyError, match="stopped"):
+            session.ingest(film(25)[9:].repeat(2, 1, 1, 1), progress=stop)
+        assert len(session) == 9 and torch.equal(logits(session), before)
+        with pytest.warns(MmaccelWarning, match="ingest: it was cancelled; it took in 0 frames"):
+            assert session.ingest(film(25)[9:].repeat(2, 1, 1, 1), progress=cancel) == 0
+        assert len(session) == 9 and torch.equal(logits(session), before)
+        for name in ("units", "window", "resident", "host_units"):
+            assert session.counters().get(name) == told.get(name)
+        with open_session("random-ov", fields, chunk=64) as other:
+            other.watch(film(9), fps=FPS)
+            for one in (session, other):
+                one.ingest(film(25)[9:])
+            assert torch.allclose(logits(session), logits(other), atol=EQUAL)
+
+
+def test_a_first_ingestion_that_fails_leaves_no_stream() -> None:
+    with open_session("random-ov", "rekv") as session:
+        with pytest.raises(ZeroDivisionError):
+            session.ingest(film(9), progress=lambda done, total: 1 / 0)  # type: ignore[arg-type,return-value]
+        assert len(session) == 0 and session.counters() == {}
+
+
+def test_a_store_that_is_full_when_the_film_ends_leaves_the_stream_as_it_was() -> None:
+    with open_session("random-ov", {**ROOMY["rekv"], "host_bytes": 0}) as session:
+        session.watch(film(4), fps=FPS)
+        before = logits(session)
+        with pytest.raises(mmaccel.core.errors.StoreError, match="cap"):
+            session.ingest(film(FRAMES)[4:])
+        assert len(session) == 4 and torch.equal(logits(session), before)
+
+
+@pytest.mark.parametrize("kv", ROOMY)
+def test_saved_and_loaded_after_an_ingestion_it_is_equal(tmp_path: Path, kv: str) -> None:
+    name = "random-qwen"
+    model, processor = pair(name)
+    with open_session(name, ROOMY[kv]) as session:
+        session.ingest(film(19), fps=FPS)
+        session.save(tmp_path / "stream")
+        before = logits(session)
+        with mmaccel.VideoSession.resume(model, processor, tmp_path / "stream") as other:
+            assert torch.equal(logits(other), before)
+            for one in (session, other):
+                one.watch(film(22)[19:], fps=FPS)
+            assert torch.allclose(logits(other), logits(session), atol=EQUAL)
+
+
+def test_progress_and_bad_input_are_those_of_watch() -> None:
+    told: list[tuple[int, int | None]] = []
+    with open_session("random-ov", "rekv", chunk=64) as session:
+        session.ingest(film(20), fps=FPS, progress=lambda done, total: told.append((done, total)))
+        assert told[-1] == (20, 20) and len(told) > 1
+        with pytest.raises(mmaccel.core.errors.ModelError, match="fps: -1; give a positive number"):
+            session.ingest(film(3), fps=-1)
+        with pytest.raises(mmaccel.core.errors.ModelError, match=r"ingest: frames are torch\.float32"):
+            session.ingest(film(3).float())
+        assert len(session) == 20
+
+
+def test_a_memory_that_does_not_ingest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_session("random-ov", "rekv") as session:
+        monkeypatch.setattr(type(session._kv), "ingests", False)
+        with pytest.raises(RecipeError, match=r"kv 'rekv' does not ingest .*; use watch\."):
+            session.ingest(film(3))

@@ -7,16 +7,13 @@ megabytes. The wire alone copies those on the host, in a fifth of the time of `t
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,33 +21,41 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import Runner
 from mmaccel.core.decoding.draft import UNIT_SLACK, Warp
 from mmaccel.core.decoding.watching import DraftStream
-from mmaccel.core.decoding.worker import OWN, READY, Blob, Message, Wire, Worker, beating, inbox
+from mmaccel.core.decoding.worker import READY, Blob, Message, Wire, Worker, beating, inbox
 from mmaccel.core.errors import DraftError, warn
+from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.registry import registry
+from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft._draft_model import SUPPORT, DraftDecoder, DraftedTokens, TokenDistribution
+from mmaccel.policies.draft._remote_stream import (
+    BEGIN,
+    CALL,
+    END,
+    GREEDY,
+    KEEP,
+    TAKE,
+    WATCH,
+    WRITE,
+    WROTE,
+    RemoteDraftStream,
+    ServedStreams,
+    WireEnd,
+)
 
-BEGIN, KEEP, WRITE, WROTE, END, GREEDY = range(OWN, OWN + 6)
 SERVICE = "mmaccel.policies.draft._remote_drafter:serve"
 MICRO = 1e-6
 
 
-_NUMBERS = itertools.count(1)
-_OPEN: WeakKeyDictionary[Worker, WeakValueDictionary[int, Remote]] = WeakKeyDictionary()
-"""For each process its sequences, by number: whoever reads the wire hands on what is another's."""
-
-
-class Remote:
+class Remote(WireEnd):
     """The end on the target's side, of one sequence: at most one `ask` is out at a time; what it wrote is `collect`ed.
 
     Several sequences may share the process, which serves what they ask for in the order in which it comes.
     """
 
     def __init__(self, worker: Worker, vocab: int) -> None:
-        self._worker, self._vocab = worker, vocab
-        self._number = next(_NUMBERS)
+        super().__init__(worker)
+        self._vocab = vocab
         self._asked = 0
-        self._answers: deque[Message] = deque()
-        self._open = _OPEN.setdefault(worker, WeakValueDictionary())
 
     def begin(
         self,
@@ -61,21 +66,23 @@ class Remote:
         seed: int,
         stream: DraftStream | None = None,
     ) -> None:
-        """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns."""
+        """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns. With
+        `stream`, the question that this was asked is run in its place."""
         for message in self._worker.drain():
             self._hand_on(message)
-        self._open[self._number] = self
-        numbers = self._number, int(pruned), int(compact), seed
+        self._open[self.number] = self
+        own = (stream.number,) if isinstance(stream, RemoteDraftStream) else ()
+        numbers = self.number, int(pruned), int(compact), seed, *own
         self._worker.post(BEGIN, *numbers, blob=packing(dict(inputs), _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
         """Say which columns of the prompt are run."""
-        self._worker.send(KEEP, self._number, blob=[columns.cpu().long().numpy().tobytes()])
+        self._worker.send(KEEP, self.number, blob=[columns.cpu().long().numpy().tobytes()])
 
     def ask(self, length: int, fix: Sequence[int], count: int) -> None:
         """Go back to `length` tokens, take `fix`, write `count` more."""
         self._asked = count
-        self._worker.send(WRITE, self._number, length, count, *fix)
+        self._worker.send(WRITE, self.number, length, count, *fix)
 
     def collect(self, limit_s: float) -> DraftedTokens | None:
         """What was asked for, or None when it is not there within `limit_s`."""
@@ -88,14 +95,10 @@ class Remote:
         return self._checked(self._answers.popleft())
 
     def _hand_on(self, message: Message) -> None:
-        """To the sequence it is for; an answer for one that was given up before is for nobody, nonsense is for us."""
         if message.kind == GREEDY:
             _warn_greedy(message.blob.decode(errors="replace"))
-            return
-        number = message.numbers[0] if message.kind == WROTE and message.numbers else self._number
-        owner = self._open.get(number)
-        if owner is not None:
-            owner._answers.append(message)
+        else:
+            super()._hand_on(message)
 
     def _checked(self, message: Message) -> DraftedTokens:
         _, micros, prompt, *ids = message.numbers if len(message.numbers) >= 3 else (0, 0, 0)
@@ -128,9 +131,9 @@ class Remote:
 
     def close(self) -> None:
         """The sequence is over; the process frees what it holds of it, and stays for others."""
-        if self._open.pop(self._number, None) is not None and self._worker.alive:
+        if self._open.pop(self.number, None) is not None and self._worker.alive:
             try:
-                self._worker.send(END, self._number)
+                self._worker.send(END, self.number)
                 # From here on the prompt's owner may write over it.
                 self._worker.posted()
             except DraftError as error:
@@ -161,7 +164,11 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
     with beating(wire):
         bare = [int(bare_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []
     wire.send(READY, family.geometry(model).vocab, *bare)
-    serve_decoder(wire, lambda: DraftDecoder(family.runner(model), own, options["vocab"]), own)
+
+    def watch(processor: Any, kv: StreamPolicy, chunk: int | None) -> LocalDraftStream:
+        return LocalDraftStream(family.stream_adapter(model, processor), kv, chunk)
+
+    serve_decoder(wire, lambda: DraftDecoder(family.runner(model), own, options["vocab"]), own, watch)
 
 
 @torch.no_grad()
@@ -178,23 +185,31 @@ def bare_step_s(runner: Runner, device: torch.device | str) -> float:
 
 
 @torch.no_grad()
-def serve_decoder(wire: Wire, fresh: Callable[[], DraftDecoder], device: torch.device | str = "cpu") -> None:
-    """Answer until the wire breaks; `fresh` opens a `DraftDecoder` for each sequence, whose logits are on `device`."""
-    # Prompts that are not run yet: inputs, sampling, whether compact, seed.
-    waiting: dict[int, tuple[dict[str, Any], bytes, bool, int]] = {}
+def serve_decoder(
+    wire: Wire,
+    fresh: Callable[[], DraftDecoder],
+    device: torch.device | str = "cpu",
+    watch: Callable[..., LocalDraftStream] | None = None,
+) -> None:
+    """Answer until the wire breaks; `fresh` opens a `DraftDecoder` for each sequence, whose logits are on `device`, and
+    `watch` a stream (`ServedStreams`)."""
+    # Prompts that are not run yet: inputs, sampling, whether compact, seed; and the stream that was asked, if one was.
+    waiting: dict[int, tuple[dict[str, Any], bytes, bool, int, LocalDraftStream | None]] = {}
+    served = ServedStreams(wire, watch)
     writers: dict[int, DraftDecoder] = {}
 
     def read(number: int, columns: Tensor | None) -> None:
-        inputs, warp, compact, seed = waiting.pop(number)
+        inputs, warp, compact, seed, stream = waiting.pop(number)
         with beating(wire):
             writers[number] = fresh()
-            writers[number].read(inputs, columns, compact, _unpacked(wire, warp, device), seed)
+            writers[number].read(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)
 
     for message in inbox(wire):
         number = message.numbers[0]
         if message.kind == BEGIN:
-            pruned, compact, seed = message.numbers[1:]
-            waiting[number] = *unpack(message.blob), bool(compact), seed
+            pruned, compact, seed, *own = message.numbers[1:]
+            stream = served.streams[own[0]] if own else None
+            waiting[number] = *unpack(message.blob), bool(compact), seed, stream
             if not pruned:
                 read(number, None)
         elif message.kind == KEEP and number in waiting:
@@ -208,6 +223,8 @@ def serve_decoder(wire: Wire, fresh: Callable[[], DraftDecoder], device: torch.d
         elif message.kind == END:
             waiting.pop(number, None)
             writers.pop(number, None)
+        elif message.kind in (WATCH, TAKE, CALL):
+            served.hear(message)
 
 
 def _packed(warp: Warp | None) -> bytes:

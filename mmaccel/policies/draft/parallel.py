@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
+from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.core.errors import DraftError, RecipeError, check_choice, check_least
 from mmaccel.core.prefill.prune import TokenPruner
@@ -27,6 +28,7 @@ from mmaccel.policies.draft._draft_model import (
     free_device,
 )
 from mmaccel.policies.draft._remote_drafter import MICRO, SERVICE, Remote
+from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 from mmaccel.policies.draft._window_model import Pace, Shares, Way, best_window
 
 FIRST_WINDOW = 4
@@ -53,6 +55,8 @@ class Parallel(PeerStrategy):
     cut to the 1,024 likeliest, which travels with it, and the target keeps it with probability min(1, p / q), which is exact
     (Leviathan et al., arXiv 2211.17192). One beam, from an empty cache.
 
+    In a session the draft watches the frames that the target watches, its process one clip behind at most.
+
     The sequences of a batch go through the pipeline each in its own mode, a round of each in turn. One process writes for
     all of them, in the order in which they ask; while the target verifies one it writes for the others. The target still
     reads its weights once a sequence and round.
@@ -67,7 +71,9 @@ class Parallel(PeerStrategy):
     prune     a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` leaves of it,
               whichever is expected to be faster by the steps and the share kept that were measured
-    process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second stream
+    kv        the memory of the draft's own stream, in a session; null: one like the target's
+    process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second CUDA
+              stream, except in a session
     device    where the second process computes; None: the CUDA device after the target's where there is one, else its own
     threads   of the second process on a CPU; None: as many as here
     start_s, timeout_s  the longest wait for the process to be ready, and for a word of it while it works
@@ -104,10 +110,6 @@ class Parallel(PeerStrategy):
             )
 
     @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"rollback", "prompt" if self.process else "video"})
-
-    @property
     def max_rollback(self) -> int:
         return (self.window or self.most) + 1
 
@@ -116,6 +118,11 @@ class Parallel(PeerStrategy):
             self._worker(target)
         else:
             super().check(target)
+
+    def watch(self, target: ModelView, session: Watching) -> DraftStream:
+        if not self.process:
+            return super().watch(target, session)
+        return RemoteDraftStream(self._worker(target), replace(session, kv=self.kv or session.kv))
 
     def open(self, target: ModelView) -> DraftState:
         vocab = target.geometry.vocab

@@ -20,9 +20,9 @@ from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
 class Sequential(PeerStrategy):
     """A smaller model of the target's family drafts `window` tokens, one after the other, between the target's steps.
 
-    The draft is given the whole prompt, pixels included: it sees the video. When sampling it draws from its own distribution
-    under the same temperature, cuts and penalties as the target, which is what speculative sampling needs. After Leviathan
-    et al. 2023 (arXiv 2211.17192).
+    The draft is given the whole prompt, pixels included: it sees the video; in a session it watches what the target watches.
+    When sampling it draws from its own distribution under the same temperature, cuts and penalties as the target, which is
+    what speculative sampling needs. After Leviathan et al. 2023 (arXiv 2211.17192).
 
     One beam, from an empty cache, tokens only (no scores). A batch is drafted for and verified sequence by sequence, a round
     of each in turn: exact for each, and no faster than one prompt after the other.
@@ -30,6 +30,7 @@ class Sequential(PeerStrategy):
     model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
     prune   a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
+    kv      the memory of the draft's own stream, in a session; null: one like the target's
     """
 
     window: int = 5

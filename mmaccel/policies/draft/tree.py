@@ -39,6 +39,7 @@ class Tree(PeerStrategy):
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each
     depth, width, nodes  of a dynamic tree
     prune  a pruner of stage "draft"
+    kv     the memory of the draft's own stream, in a session; null: one like the target's
     """
 
     shape: str = "static"

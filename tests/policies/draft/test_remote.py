@@ -27,7 +27,7 @@ from mmaccel.core.decoding.worker import OWN, READY, Wire, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import registry
-from mmaccel.policies.draft import _remote_drafter
+from mmaccel.policies.draft import _remote_drafter, _remote_stream
 from mmaccel.policies.draft._draft_model import DraftDecoder
 from mmaccel.policies.draft._remote_drafter import pack
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
@@ -189,7 +189,7 @@ def test_one_process_serves_several_sequences(target: ModelView) -> None:
         assert state.counters()["drafted"] > 10 and sum(kept for _, kept in meter.rounds) > 0
     refused = [sum(kept < proposed for proposed, kept in meter.rounds) for meter in meters]
     assert refused[0] > 0 and refused[1] > 0 and refused[2] == 0
-    assert not _remote_drafter._OPEN[held(target, "32")], "a sequence that has ended is still waited for"
+    assert not _remote_stream._OPEN[held(target, "32")], "a sequence that has ended is still waited for"
 
 
 def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:

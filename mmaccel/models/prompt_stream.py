@@ -48,8 +48,11 @@ class PromptModel(StreamPasses, StreamModel):
         self._video = self._longest(layout)
         self._head, self._inside, self._tail = self._columns(layout, ids[0].tolist())
         own, others = self._shares(layout)
-        if self._inside == ids.shape[1]:
-            raise ModelError("input_ids: the prompt ends with its video; let a question follow it.")
+        if not self._head or self._inside == ids.shape[1]:
+            raise ModelError(
+                f"input_ids: kv {attachment.owner.recipe.kv.name!r} needs text before a video and behind it; build the "
+                "prompt with the model's chat template."
+            )
         if self._video is None:
             self.frames, self._made, seconds = torch.empty(NO_FRAMES), lambda frames: {}, 1.0
             self._unit, self._count = 1, 0
@@ -95,7 +98,7 @@ class PromptModel(StreamPasses, StreamModel):
         if self._video is None:
             ends, marks = markup_ids(self.model)
             text = (layout.modality[0] == TEXT).tolist()
-            begin = last_words(ids, text, ends, marks, ids[0])[0]
+            begin = min(max(1, last_words(ids, text, ends, marks, ids[0])[0]), len(ids) - 1)
             return begin, begin, begin
         mine = layout.segment[0] == self._video
         columns = mine.nonzero()[:, 0]

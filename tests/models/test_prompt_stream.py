@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.memory.kv import StreamPass
+from mmaccel.core.streams.stream_runner import StreamRunner
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, open_session, pair
 from tests.models.streams import logits as session_logits
 
@@ -84,3 +86,73 @@ def test_a_plain_call_after_detaching_is_the_plain_model_s() -> None:
     before = said("random-qwen", None, inputs)
     said("random-qwen", MOSAIC, inputs)
     torch.testing.assert_close(said("random-qwen", None, inputs), before, rtol=0, atol=0)
+
+
+def image() -> dict[str, Any]:
+    return {"type": "image", "image": film(25)[24]}
+
+
+def clip(frames: int, first: int = 0) -> dict[str, Any]:
+    return {"type": "video", "video": film(first + frames)[first:]}
+
+
+def words(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+CONTENTS: dict[str, list[dict[str, Any]]] = {
+    "two videos and text between": [clip(4), words("then the room was red ."), clip(10, 4), words(QUESTION)],
+    "the longest first": [clip(10), words("then the room was red ."), clip(4, 10), words(QUESTION)],
+    "videos of one length": [clip(6), clip(6, 6), words(QUESTION)],
+    "images around a video": [image(), words("a picture ."), clip(8), image(), words(QUESTION)],
+    "images alone": [image(), image(), words(QUESTION)],
+    "words alone": [words("the star was red . what colour was the star ?")],
+    "the question first": [words(QUESTION), clip(8)],
+    "a word": [clip(8), words("star")],
+}
+
+
+@pytest.mark.parametrize("name", ("random-ov", "random-qwen"))
+@pytest.mark.parametrize("content", CONTENTS)
+def test_all_that_is_not_the_longest_video_stays_visible(content: str, name: str) -> None:
+    """Videos of a batch of LLaVA-OneVision have one length; two in one prompt are taken as they come."""
+    pieces = CONTENTS[content]
+    lengths = {len(piece["video"]) for piece in pieces if piece["type"] == "video"}
+    if name.endswith("ov") and len(lengths) > 1:
+        pieces = [clip(6, 6) if piece["type"] == "video" else piece for piece in pieces]
+    inputs = ask(name, pieces)
+    for kv in ("mosaic", "offload", "livevlm", "streammem", "no_cache"):
+        same(said(name, ROOM[kv], inputs), said(name, None, inputs))
+
+
+def test_the_memory_has_the_longest_video_s_units() -> None:
+    inputs = ask("random-qwen", CONTENTS["the longest first"])
+    with mmaccel.accelerate(pair("random-qwen")[0], kv=MOSAIC) as fast:
+        fast.generate(**inputs, max_new_tokens=2, do_sample=False)
+        assert fast.report().kv["units"] == 5
+
+
+@pytest.mark.parametrize("name", ("random-ov", "random-qwen"))
+def test_a_conversation_s_last_words_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier turns behind the video are visible, and the memory is searched by the last message."""
+    inputs = dict(prompt(name, 16))
+    ids = inputs["input_ids"][0].tolist()
+    user, (end, start, assistant) = ids[1], ids[-3:]
+    reply, question = ids[-6:-4], ids[-9:-3]
+    more = [*reply, end, start, user, *question, end, start, assistant]
+    inputs["input_ids"] = torch.tensor([ids + more])
+    for field in ("attention_mask", "mm_token_type_ids"):
+        if field in inputs:
+            given = inputs[field]
+            inputs[field] = torch.cat([given, given[:, -1:].expand(-1, len(more))], 1)
+    passes: list[StreamPass] = []
+    inner = StreamRunner.run_pass
+
+    def run_pass(self: Any, state: Any, stream_pass: StreamPass, *rest: Any, **how: Any) -> Tensor:
+        passes.append(stream_pass)
+        return inner(self, state, stream_pass, *rest, **how)
+
+    monkeypatch.setattr(StreamRunner, "run_pass", run_pass)
+    same(said(name, ROOM["rekv"], inputs), said(name, None, inputs))
+    asked = next(one for one in passes if one.kind == "question")
+    assert asked.words == (asked.rows - 3 - len(question), asked.rows - 3)

@@ -198,7 +198,8 @@ class StreamRunner:
     def _proxy(self) -> Tensor:
         """[n, E] embeddings of the template's words between a question and its answer."""
         question = self.adapter.question("?")
-        return question.embeds[question.words[1] :]
+        rows = question.embeds[question.words[1] :]
+        return rows if len(rows) else question.embeds[-1:]  # a prompt may end with its words
 
     def _head(self, state: StreamState) -> None:
         embeds = self.adapter.head_embeds()

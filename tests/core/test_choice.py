@@ -9,6 +9,7 @@ from mmaccel.backends import reference, select
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.select import Costs, Line
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
@@ -54,6 +55,22 @@ def test_the_bound_is_what_sparse_may_cost(batch: int) -> None:
 def test_late_rows_of_a_long_prompt_pay_sooner() -> None:
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
     assert not going(costs).pays(0, query(2048), 2048) and going(costs).pays(0, query(2048), 1 << 16)
+
+
+def test_dense_attention_within_a_window_is_cheaper() -> None:
+    """A row of dense attention sees the sinks and the window, or what there is; the pattern must beat that."""
+    nothing = torch.empty(0)
+    for rows, keys, sinks, window in (
+        (300, 300, 4, 100),
+        (200, 300, 30, 120),
+        (50, 300, 0, 100),
+        (64, 300, 9, 400),
+    ):
+        seen = sum(min(column + 1, sinks + window) for column in range(keys - rows, keys))
+        view = KVView(nothing, nothing, None, sinks, window)
+        for price, pays in ((seen - 1, True), (seen + 1, False)):
+            costs = Costs(Line(0.0, 1.0), {"reference": Line(price * 4.0, 0.0)})
+            assert going(costs).pays(0, query(rows), keys, view) == pays
 
 
 def test_planning_is_part_of_the_price() -> None:

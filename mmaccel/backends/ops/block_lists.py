@@ -154,31 +154,57 @@ def narrowed(part: Part, sinks: int, edge: int, block_q: int, block_k: int) -> P
 
 def _trimmed(lists: BlockLists, k_least: Tensor, k_most: Tensor, least: Tensor, most: Tensor) -> Tensor:
     """[b, h, M, 5]: of each list what stands between the first and the last of its blocks of which `k_most` is above `least`
-    [b, h, M]; those up to the last such block of which `k_least` is not above `most` are tested."""
-    entries = lists.entries
+    [b, h, M]; those up to the last block of which `k_least` is not above `most` are tested."""
     (b, h), m, n = broad(lists.row, k_most, least), lists.blocks, k_most.shape[-1]
-    begin, count, head, tail, shift = lists.row.expand(b, h, m, 5).unbind(-1)
+    begin, _, head, tail, shift = lists.row.expand(b, h, m, 5).unbind(-1)
     k_least, k_most = (t.expand(b, h, n) for t in (k_least, k_most))
-    first, past, tested = count, torch.zeros_like(count), torch.zeros_like(count)
-    # No list names a block twice.
-    longest = min(entries.shape[0], n) if entries.shape[0] else n
-    step = max(1, ENTRIES // (b * h * m))
-    for entry in range(0, longest, step):
-        e = torch.arange(entry, min(entry + step, longest), device=begin.device)
-        there, block = e < count[..., None], begin[..., None] + e
-        if entries.shape[0]:
-            block = entries[block.clamp(max=entries.shape[0] - 1)]
-        block = torch.where(there, block + shift[..., None], 0).flatten(2)
-        near = (k_most.gather(-1, block).view(there.shape) > least[..., None]) & there
-        cut = near & (k_least.gather(-1, block).view(there.shape) <= most[..., None])
-        first = torch.minimum(first, torch.where(near, e, BEYOND).amin(-1))
-        past = torch.maximum(past, torch.where(near, e + 1, 0).amax(-1))
-        tested = torch.maximum(tested, torch.where(cut, e + 1, 0).amax(-1))
-    first = torch.minimum(first, past)
-    length = past - first
+    look = _in_runs if lists.index is None else _in_entries
+    first, past = look(lists, k_most, least)
+    # What is not above `most` is above it with the other sign.
+    _, tested = look(lists, -k_least, -most - 1)
+    length = (past - first).clamp(min=0)
+    first = torch.where(length > 0, first, 0)
     head = torch.minimum((torch.maximum(head, tested) - first).clamp(min=0), length)
     tail = torch.minimum((tail - first).clamp(min=0), length)
     return torch.stack([begin + first, length, head, tail, shift], -1)
+
+
+def _in_entries(lists: BlockLists, value: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """[b, h, M] twice: the first entry of each list whose block's `value` [b, h, n] is above `bound` [b, h, M], and one past
+    the last; where there is none, the first is beyond the list and 0 past the last."""
+    index, (b, h), m, n = lists.entries, value.shape[:2], lists.blocks, value.shape[-1]
+    begin, count, _, _, shift = lists.row.expand(b, h, m, 5)[..., None].unbind(-2)
+    first, past = torch.full_like(begin[..., 0], BEYOND), torch.zeros_like(begin[..., 0])
+    # No list names a block twice.
+    longest, step = min(len(index), n), max(1, ENTRIES // (b * h * m))
+    for entry in range(0, longest, step):
+        e = torch.arange(entry, min(entry + step, longest), device=begin.device)
+        block = torch.where(e < count, index[(begin + e).clamp(max=len(index) - 1)] + shift, 0)
+        found = (value.gather(-1, block.flatten(2)).view(block.shape) > bound[..., None]) & (e < count)
+        first = torch.minimum(first, torch.where(found, e, BEYOND).amin(-1))
+        past = torch.maximum(past, torch.where(found, e + 1, 0).amax(-1))
+    return first, past
+
+
+def _in_runs(lists: BlockLists, value: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_in_entries`, of lists that are runs of blocks in their order: by the greatest values of 1, 2, 4, ... blocks,
+    the largest steps first."""
+    (b, h), m, n = value.shape[:2], lists.blocks, value.shape[-1]
+    begin, count, _, _, shift = lists.row.expand(b, h, m, 5).unbind(-1)
+    start = begin + shift
+    first, past, greatest = start, start + count, [value]
+    while 1 << len(greatest) <= n:
+        step = 1 << len(greatest) - 1
+        greatest.append(torch.maximum(greatest[-1][..., :-step], greatest[-1][..., step:]))
+    for level in reversed(range(len(greatest))):
+        step, most = 1 << level, greatest[level].shape[-1] - 1
+        below = greatest[level].gather(-1, first.clamp(max=most)) <= bound
+        first = torch.where(below & (first + step <= past), first + step, first)
+    for level in reversed(range(len(greatest))):
+        step, most = 1 << level, greatest[level].shape[-1] - 1
+        below = greatest[level].gather(-1, (past - step).clamp(min=0, max=most)) <= bound
+        past = torch.where(below & (past - step >= first), past - step, past)
+    return first - start, torch.where(past > first, past - start, 0)
 
 
 def edges(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:

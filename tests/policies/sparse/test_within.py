@@ -21,6 +21,7 @@ from tests.backends.plans import random_plan, with_extras
 
 from .scenes import Scene, scenes, sequence
 from .test_contract import CASES, listed_by_hand, plan_of, small
+from .test_no_reads import NoReads
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -82,6 +83,8 @@ def ends_show_something(plan: AttentionPlan, part: Part, span: KeySpan, mask: Te
 @pytest.mark.parametrize("name", [case for case in CASES if case != "dense"])
 def test_blocks_that_a_window_leaves_out_are_not_listed(name: str, sinks: int, window: int) -> None:
     plan = plan_of(small(name), LONG)
+    with NoReads():
+        plan.within(sinks, window)
     narrow = check(plan, sinks, window)
     for part in narrow.parts:
         for span in part.spans:

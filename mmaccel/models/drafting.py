@@ -194,7 +194,7 @@ class _Sequence:
                     "are taken back; leave one of both out."
                 )
         model_kwargs.pop("labels", None)  # as transformers' own loops do
-        self.cache, most = model_kwargs.pop("past_key_values"), options.max_length - input_ids.shape[1]
+        self.cache, most = model_kwargs.pop("past_key_values", None), options.max_length - input_ids.shape[1]
         if not owner.recipe.kv.sequences:
             self.cache = None
         elif self.cache.get_seq_length():

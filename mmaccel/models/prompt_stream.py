@@ -23,7 +23,7 @@ from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.streams.stream_runner import QuestionRunner, StreamRunner
 from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import Inputs, last_words, markup_ids, positions_of
+from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, positions_of
 from mmaccel.models.runner import HFRunner, open_runner, unpadded
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.stream import StreamPasses
@@ -118,7 +118,7 @@ class PromptModel(StreamPasses, StreamModel):
             begin, whole = sum(sizes[:number]), given[name]
             own[name] = whole[begin : begin + sizes[number]]
             if len(sizes) > 1:
-                others[name] = torch.cat([whole[:begin], whole[begin + sizes[number] :]])
+                others[name] = torch.cat([whole[:begin], whole[begin + sizes[number] :]]).to(self.device)
         return own, others
 
     # What a stream asks.
@@ -205,7 +205,7 @@ class PromptRunner(Runner):
         deadline = getattr(attachment.running, "deadline", None) or Deadline()
         chunk = getattr(attachment.running, "chunk", None) or owner.recipe.chunk
         with self._plainly():
-            prompt = PromptModel(attachment, unpadded(inputs))
+            prompt = PromptModel(attachment, self._home(unpadded(inputs)))
             owner.attention.meter.enter(inputs["input_ids"].shape[1], 0)
             live = StreamRunner.begin(prompt, owner.recipe.kv, chunk, prompt.frames, None, quiet=True)  # type: ignore[arg-type]
             self._state = state = live.state
@@ -222,6 +222,14 @@ class PromptRunner(Runner):
                 self.settle()
                 raise
             return self._question.logits
+
+    def _home(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What is given, on the model's device; a video's pixels stay where they are, and go there some frames at a time."""
+        device, frames = self._attachment.owner.view.device, PIXELS[VIDEO]
+        return {
+            name: x.to(device) if isinstance(x, Tensor) and name != frames else x
+            for name, x in inputs.items()
+        }
 
     @contextmanager
     def _plainly(self) -> Iterator[None]:

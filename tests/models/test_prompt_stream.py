@@ -156,3 +156,20 @@ def test_a_conversation_s_last_words_search(name: str, monkeypatch: pytest.Monke
     same(said(name, ROOM["rekv"], inputs), said(name, None, inputs))
     asked = next(one for one in passes if one.kind == "question")
     assert asked.words == (asked.rows - 3 - len(question), asked.rows - 3)
+
+
+DRAFTS = {"prompt_lookup": {}, "sequential": {"model": "tiny-ov-draft"}, "tree": {"model": "tiny-ov-draft"}}
+
+
+@pytest.mark.parametrize("kv", ("mosaic", "offload", "no_cache"))
+def test_drafts_act_and_change_nothing(kv: str) -> None:
+    """A draft of a call sees the prompt's own inputs, whatever the target keeps of them."""
+    inputs = ask("tiny-ov", [clip(16), words("Describe the video.")])
+    want = said("tiny-ov", TIGHT[kv], inputs, 24)[0]
+    for name, fields in DRAFTS.items():
+        draft = {"name": name, **fields}
+        with mmaccel.accelerate(pair("tiny-ov")[0], kv=TIGHT[kv], draft=draft) as fast:
+            ids = fast.generate(**inputs, max_new_tokens=24, do_sample=False)
+            told = fast.report().draft
+        assert torch.equal(ids[:, inputs["input_ids"].shape[1] :], want), name
+        assert told["failed"] is None and told["rounds"] > 0 and told["accepted"] > 0, name

@@ -137,6 +137,6 @@ class QuestionRunner(Runner):
         if reason == "positions":
             warn(
                 "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); "
-                "ask in fewer words, or open the session with a kv that keeps less."
+                "ask in fewer words, or choose a kv that keeps less."
             )
         return text(whole=True).strip(), tuple(tokens), reason

@@ -242,8 +242,8 @@ class StreamRunner:
         if not places.admits(units, pending, rows, own):
             raise ModelError(
                 f"question: the stream and the question take {taken} of the model's {places.limit} positions "
-                "(max_position_embeddings) and leave none for an answer; ask in fewer words, or open the session with "
-                "a kv that keeps less."
+                "(max_position_embeddings) and leave none for an answer; ask in fewer words, or choose a kv that "
+                "keeps less."
             )
         left = places.limit - 1 - last
         stream_pass = replace(

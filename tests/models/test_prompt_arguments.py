@@ -1,0 +1,100 @@
+"""Every argument of `generate` on a memory of streams: as on the plain model, or refused in one sentence that names it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
+from mmaccel.models.generate import LOOPS, STREAM
+from tests.models.argument_cases import GENERATE, Record
+from tests.models.test_arguments import alike, of_generate, outcome, refuses
+from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+
+REFUSED = {*LOOPS, *STREAM, "cache_implementation"}
+CALL = {"max_new_tokens": 5, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def models() -> Any:
+    """The plain model, and the same with a memory that keeps everything."""
+    plain = BUILD["llava"]()
+    plain.generation_config.eos_token_id = None
+    plain.set_attn_implementation("eager")
+    other = copy.deepcopy(plain)
+    with mmaccel.accelerate(other, kv="offload"):
+        yield plain, other
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATE if name in of_generate()])
+@pytest.mark.filterwarnings("ignore")
+def test_generate(models: Any, name: str) -> None:
+    call: dict[str, Any] = {**prompt("llava", PROMPTS["video"]), **CALL}
+    facts = {**call, "second": int(models[0].generate(**call)[0, -4]), "another": BUILD["llava"](seed=1)}
+    made = GENERATE[name](models[0], facts) if callable(GENERATE[name]) else GENERATE[name]
+    call = {"return_dict_in_generate": True, **call, **made}
+    call = {key: value for key, value in call.items() if value is not None or key == name}
+
+    def run(one: Any) -> Any:
+        given = {key: Record() if isinstance(value, Record) else value for key, value in call.items()}
+        found = outcome(one.generate, **given)
+        if isinstance(found, dict):
+            # The memory ends with its call.
+            found = {key: value for key, value in found.items() if key != "past_key_values"}
+        return found, given["streamer"].shown if "streamer" in given else None
+
+    plain, got = map(run, models)
+    if name in REFUSED:
+        assert refuses(got[0], name), got
+    elif isinstance(plain[0], Exception):
+        assert alike(got[0], plain[0]), (got, plain)
+    else:
+        assert alike(got, plain), (got, plain)
+
+
+def test_a_forward_pass_by_itself_is_no_stream(models: Any) -> None:
+    with pytest.raises(RecipeError, match="'offload' is a memory of video streams; call"):
+        models[1](**prompt("llava", PROMPTS["video"]))
+
+
+@pytest.mark.parametrize("family", sorted(BUILD))
+def test_a_padded_batch_is_each_prompt_alone(family: str) -> None:
+    plain = BUILD[family]()
+    plain.generation_config.eos_token_id = None
+    rows = [prompt(family, PROMPTS[kind]) for kind in ("video", "text", "video")]
+    inputs = batch(family, rows)
+    with mmaccel.accelerate(
+        copy.deepcopy(plain), kv={"name": "rekv", "frames": 2, "window": 2, "local": 1}
+    ) as fast:
+        got = fast.generate(**inputs, **CALL)
+        assert [one["new_tokens"] for one in fast.report().draft["sequences"]] == [5, 5, 5]
+        alone = [fast.generate(**row, **CALL)[0, row["input_ids"].shape[1] :] for row in rows]
+    assert torch.equal(got[:, inputs["input_ids"].shape[1] :], torch.stack(alone))
+    with mmaccel.accelerate(copy.deepcopy(plain), kv="offload") as fast:
+        assert torch.equal(fast.generate(**inputs, **CALL), plain.generate(**inputs, **CALL))
+
+
+def test_a_place_for_each_token_or_none(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """True positions end with the model's; closed up, as many units as are shown have places."""
+    plain, other = models
+    call = prompt("llava", PROMPTS["video"])
+    for one in models:
+        monkeypatch.setattr(
+            one.model.language_model.config, "max_position_embeddings", call["input_ids"].shape[1] + 2
+        )
+    with pytest.warns(MmaccelWarning, match="has .* positions"):
+        got = other.generate(**call, **CALL)
+    assert got.shape[1] == call["input_ids"].shape[1] + 2
+    for one in models:
+        monkeypatch.setattr(
+            one.model.language_model.config, "max_position_embeddings", call["input_ids"].shape[1] - 4
+        )
+    with pytest.raises(ModelError, match="positions"):
+        other.generate(**call, **CALL)
+    closed = {"name": "rekv", "frames": 1, "window": 1, "local": 0, "positions": "compact"}
+    with mmaccel.accelerate(plain, kv=closed) as fast:
+        assert fast.generate(**call, **CALL).shape[1] == call["input_ids"].shape[1] + 5

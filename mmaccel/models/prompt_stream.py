@@ -20,7 +20,8 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.prune import Probe
-from mmaccel.core.streams.stream_runner import QuestionRunner, StreamRunner
+from mmaccel.core.streams.question import QuestionRunner
+from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, positions_of

@@ -93,8 +93,9 @@ class StreamPasses:
         branches: Branches | None = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
-        how = {"prefill": False, "stream": True, "check": check, "branches": branches}
-        run = ForwardPass(self._attention, state=state, **how)
+        run = ForwardPass(
+            self._attention, state=state, prefill=False, stream=True, check=check, branches=branches
+        )
         # Captured steps have chains alone.
         captured = few and branches is None and embeds.device.type in step.DEVICES
         steps = self._few if captured else None

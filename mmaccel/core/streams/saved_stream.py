@@ -45,6 +45,7 @@ SIZES: dict[str, Callable[[Any], bool]] = {
 def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
     """Write a stream's film and memory into `folder`, which exists; the facts `read_stream` asks for. Raises OSError."""
     adapter, info = live.adapter, live.info
+    assert isinstance(adapter, StreamAdapter)  # a prompt's stream ends with its call
     (folder / MEMORY).mkdir()
     live.state.save(folder / MEMORY)
     tensors = {

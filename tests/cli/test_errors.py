@@ -96,8 +96,8 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         "--fps: 900 is more than the",
     ),
     "a stream that drafts": (
-        ("watch", "CLIP", "--model", "tiny-ov", "--recipe", "sequential", "--question", "hi"),
-        "a stream has none; set draft to 'off'",
+        ("watch", "CLIP", "--model", "tiny-ov", "--recipe", "sparse_to_dense", "--question", "hi"),
+        "before there is a question; set draft to 'off'",
     ),
     "a session over something else": (
         ("watch", "CLIP", "--model", "OV", "--save", "CLIP", "--question", "hi"),

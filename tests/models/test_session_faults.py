@@ -264,7 +264,7 @@ def test_a_closed_session_serves_nothing(tmp_path: Path) -> None:
         ({"kv": "rekv", "sparse": "a_shape"}, "set sparse to"),
         ({"kv": "full", "sparse": "a_shape"}, "no part in a stream"),
         ({"kv": "full", "prune": "fastv"}, "leave prune out"),
-        ({"kv": "rekv", "draft": {"name": "sequential", "model": "nowhere"}}, "set draft to 'off'"),
+        ({"kv": "full", "draft": "sparse_to_dense"}, "set draft to 'off'"),
         ({"kv": {"name": "rekv", "frames": 0}}, "frames is 0; give at least 1"),
         ({"kv": {"name": "rekv", "window": 4, "local": 5}}, "local is 5"),
         ({"kv": {"name": "recent", "local": 0}}, "local is 0"),

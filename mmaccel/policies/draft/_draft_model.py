@@ -23,7 +23,7 @@ from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
-from mmaccel.core.registry import policy, with_base_dir
+from mmaccel.core.registry import policy, registry, with_base_dir
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 
 PADDING = 1024
@@ -110,7 +110,9 @@ class PeerStrategy(DraftStrategy):
 
     @classmethod
     def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        model = fields.get("model")
+        model, kv = fields.get("model"), fields.get("kv")
+        if isinstance(kv, Mapping) and isinstance(kv.get("name"), str) and kv["name"] in registry("kv"):
+            fields = {**fields, "kv": registry("kv")[kv["name"]].with_base_dir(kv, folder)}
         if not isinstance(model, str) or model in ("", BESIDE):
             return fields
         there = model.startswith(".") or (folder / model).is_dir()

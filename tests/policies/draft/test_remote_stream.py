@@ -119,8 +119,7 @@ def test_a_session_drafts_in_the_process(tmp_path: Path) -> None:
         session.save(tmp_path / "saved")
         session.watch(film(20)[9:], fps=FPS)
         assert drafted(session) == want.ids
-    with open_session(NAME, TIGHT["mosaic"], draft=parallel(True)) as session:
-        session.load(tmp_path / "saved")
+    with mmaccel.VideoSession.resume(*pair(NAME), tmp_path / "saved") as session:
         session.watch(film(20)[9:], fps=FPS)
         assert drafted(session) == want.ids
         live = session._live

@@ -226,15 +226,19 @@ def test_nothing_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         attend_plan(plan, *tensors, 0.2, attend.block_attend)
 
 
-def test_another_backend_serves_what_is_declined(calls: list[tuple[Any, ...]]) -> None:
-    """A span with a bias or keys of its own: the operator of the plan's backend is passed over, its function refuses."""
-    plan = with_extras(random_plan(3, blocks=(64, 64)), 2, 16, 3)
+@pytest.mark.parametrize("window", [False, True])
+def test_another_backend_serves_what_is_declined(calls: list[tuple[Any, ...]], window: bool) -> None:
+    """A span with a bias or keys of its own, and a window: the operator of the plan's backend is passed over, its function
+    refuses."""
+    plan = random_plan(3, blocks=(64, 64))
+    plan = plan.within(4, 20) if window else with_extras(plan, 2, 16, 3)
     tensors = tuple(torch.randn(2, h, n, 16).half() for h, n in ((4, 50), (2, 90), (2, 90)))
     out, lse = attend_plan(plan, *tensors, 0.2, flash.op)
     want = attend_plan(plan, *tensors, 0.2, select.get("reference", "cpu"))
     assert torch.equal(out, want[0]) and torch.equal(lse, want[1]) and not calls
     with pytest.raises(
-        RecipeError, match="'flash' serves no bias and no keys of a span's own; choose 'triton'"
+        RecipeError,
+        match="'flash' serves no bias, no keys of a span's own and no window of a part; choose 'triton'",
     ):
         attend_plan(plan, *tensors, 0.2, attend.block_attend)
 

@@ -194,7 +194,7 @@ def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int)
     elif not plain and min(block_q, block_k) < LEAST:
         why = f"serves these lists in blocks of {LEAST} or more, not of {block_q} by {block_k}"
     elif part.extra:
-        why = "serves no bias, no keys of a span's own and no window on a part"
+        why = "serves no bias, no keys of a span's own and no window of a part"
     else:
         return check_table(part, len(query), block_q, block_k)
     raise RecipeError(f"backend: 'flash' {why}; choose 'triton'.")

@@ -205,7 +205,7 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
 
 
 def serving_extra(kernel: BlockAttend, device: torch.device) -> BlockAttend:
-    """`kernel`, or the first operator on `device` that serves spans with a bias or keys of their own, if it does not."""
+    """`kernel`, or the first operator on `device` that serves what `Part.extra` says, if it does not."""
     if getattr(kernel, "extra", True):
         return kernel
     return next(op for name in _candidates(device) if getattr(op := get(name, device), "extra", True))

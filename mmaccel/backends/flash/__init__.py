@@ -29,4 +29,4 @@ def installed() -> bool:
 
 op = define("block_attend_flash", imported("mmaccel.backends.flash.attend", "block_attend"))
 op.prepare = imported("mmaccel.backends.flash.attend", "prepare")
-op.extra = False  # neither a bias nor keys of a span's own: see `select.serving_extra`
+op.extra = False  # no bias, no keys of a span's own, no window: see `select.serving_extra`

@@ -131,6 +131,16 @@ def test_the_draft_is_rolled_back_with_the_target(kv: str, monkeypatch: pytest.M
             assert answer.ids == alone.ids and agrees(answer) and len(session) == len(quiet)
 
 
+def test_the_draft_watches_what_is_ingested() -> None:
+    found = []
+    for draft in ("off", agreeing()):
+        with opened("mosaic", draft) as session:
+            session.ingest(film(18)[:11], fps=FPS)
+            session.watch(film(18)[11:], fps=FPS)
+            found.append(session.ask(QUESTION, TOKENS))
+    assert found[0].ids == found[1].ids and found[1].counters["drafted"] > 0
+
+
 @pytest.mark.parametrize("kv", TIGHT)
 def test_the_draft_is_saved_and_loaded_with_the_target(tmp_path: Path, kv: str) -> None:
     frames, recent = film(18), {"name": "recent", "window": 5, "local": 5}
@@ -197,6 +207,17 @@ def test_the_folder_of_the_drafts_memory_counts_from_its_recipe(tmp_path: Path) 
     draft: Any = mmaccel.Recipe.load(tmp_path / "mine.yaml").draft
     assert draft.kv.folder == str(tmp_path / "slabs")
     assert mmaccel.Recipe.load(mmaccel.Recipe.load(tmp_path / "mine.yaml").to_dict()).draft == draft
+
+
+def test_a_memory_of_a_draft_that_a_call_has_no_use_for_is_told() -> None:
+    model, processor = pair("random-ov")
+    inputs = processor.chat(
+        [{"type": "video", "video": film(5)}, {"type": "text", "text": QUESTION}], fps=FPS
+    )
+    for draft in (Sequential(model=model, kv="recent"), Parallel(model=model, process=False, kv="recent")):  # type: ignore[arg-type]
+        with mmaccel.accelerate(model, draft=draft) as fast:
+            model.generate(**inputs, max_new_tokens=6, do_sample=False)
+            assert "its kv 'recent' did nothing" in str(fast.report())
 
 
 def test_what_cannot_draft_on_a_stream_is_told_in_one_sentence() -> None:

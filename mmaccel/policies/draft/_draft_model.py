@@ -148,6 +148,12 @@ class PeerStrategy(DraftStrategy):
     def pruner(self) -> TokenPruner | None:
         return self.prune
 
+    def unused(self, prompt: Prompt) -> list[str]:
+        """What of the fields has no part in this prompt, for the report."""
+        if self.kv is None or prompt.stream is not None:
+            return []
+        return [f"its kv {self.kv.name!r} did nothing: it is of the stream that a draft has in a session"]
+
     def check(self, target: ModelView) -> None:
         self.peer(target)
 
@@ -186,11 +192,13 @@ class PeerState(DraftState):
         self._device, self._choice, self._vocab = device, choice, vocab
         self._columns: Tensor | None = None
         self._stream: DraftStream | None = None
+        self._unused: list[str] = []
         self._unread: Mapping[str, Any] | None = None
         self._steps = 0
 
     def begin(self, prompt: Prompt) -> None:
         self._pending, self._stream = prompt.ids[0, :0], prompt.stream
+        self._unused = self._choice.unused(prompt)
         self._unread = moved(prompt.inputs, self._device)
 
     def keep(self, columns: Tensor) -> None:
@@ -216,6 +224,9 @@ class PeerState(DraftState):
             raise DraftError(f"prune {pruner.name!r} received nothing from the target's prefill.")
         else:
             runner.prefill(inputs, self._columns.to(inputs["input_ids"].device), pruner.compact)
+
+    def notes(self) -> list[str]:
+        return self._unused
 
     def close(self) -> None:
         self._runner = self._stream = None

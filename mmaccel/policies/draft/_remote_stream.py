@@ -59,12 +59,12 @@ class RemoteDraftStream(DraftStream, WireEnd):
     def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         self._settle()
         head = json.dumps([list(times), fps, timed]).encode()
-        own = frames.clone()  # the caller's may change as soon as this returns
+        own = frames.to("cpu", copy=True).contiguous()  # the caller's may change as soon as this returns
         self._out += 1
         self._worker.post(
             TAKE,
             *(self.number, len(head), *frames.shape),
-            blob=lambda: [head, own.cpu().contiguous().view(-1).numpy().data],
+            blob=lambda: [head, own.view(-1).numpy().data],
         )
 
     def mark(self) -> bool:

@@ -185,7 +185,7 @@ class Pipeline(DraftState):
         self._engine, self._choice = engine, choice
         self._shares, self._pruner = shares, choice.pruner
         self._way: Way | None = None  # whose figures those of this answer are, where they are measured
-        self._read = ""
+        self._read, self._unused = "", list[str]()
         self._waited = [device for device in devices if device.type == "cuda" and choice.process]
         self._said: list[int] = []
         self._line: list[int] = []
@@ -203,7 +203,7 @@ class Pipeline(DraftState):
         self._gain: float | None = None
 
     def begin(self, prompt: Prompt) -> None:
-        self._left = prompt.max_new_tokens or sys.maxsize
+        self._left, self._unused = prompt.max_new_tokens or sys.maxsize, self._choice.unused(prompt)
         if self._shares is not None and self._pruner is not None:
             given = self._pruner, prompt.ids.shape[1], self._choice.window, self._choice.most
             self._way, self._pruner, self._read = self._shares.reading(*given, prompt.warp is not None)
@@ -328,7 +328,7 @@ class Pipeline(DraftState):
 
     def notes(self) -> list[str]:
         """What the draft read, how often the target decoded without it, and why it paused, in words."""
-        notes = [self._read] if self._read else []
+        notes = [*self._unused, *filter(None, [self._read])]
         if alone := self._figures["alone"]:
             steps = f"{alone} target step{'' if alone == 1 else 's'}"
             notes.append(f"{steps} without it, while it read the prompt or said nothing")

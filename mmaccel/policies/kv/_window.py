@@ -166,7 +166,7 @@ class PassState(StreamState):
 
     def _keep_path(self, start: int, path: Tensor) -> None:
         """At each layer, of the columns of a question and its answer from `start` on, keep those at `path` [k] ascending,
-        counted from there."""
+        on the device, counted from there."""
         raise ModelError("kv: this memory takes no trees; use a draft that proposes chains.")
 
     def _after(self, units: int, extra: int, stream_pass: StreamPass, own: bool) -> Tensor:
@@ -266,7 +266,7 @@ class PassState(StreamState):
         if not 0 <= count <= last:
             raise ModelError(f"kv: {count} of the last columns cannot be kept; {last} were appended.")
         if isinstance(keep, Tensor):
-            self._keep_path(self._extra - last, keep)
+            self._keep_path(self._extra - last, keep.to(self.device))
         self.truncate(self.length() - last + count)
 
 

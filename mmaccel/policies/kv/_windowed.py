@@ -150,7 +150,7 @@ class StreamMemory(IngestState):
             begin = asked.base + start
             for side in (asked.key, asked.value):
                 # Copied before it is written: both lie in one buffer.
-                side[:, :, begin : begin + len(path)] = side.index_select(2, path.to(side.device) + begin)
+                side[:, :, begin : begin + len(path)] = side.index_select(2, path + begin)
 
     def _encode(
         self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor

@@ -83,7 +83,7 @@ class OffloadStream(WholeStream):
     def _keep_path(self, start: int, path: Tensor) -> None:
         for pair in self._turns:
             for side in pair or ():
-                side[:, :, start : start + len(path)] = side.index_select(2, path.to(side.device) + start)
+                side[:, :, start : start + len(path)] = side.index_select(2, path + start)
 
     def _save(self, folder: Path) -> None:
         tensors: dict[str, Tensor] = {}

@@ -6,7 +6,7 @@ stands before that video is the head, what follows it is run with the question. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -54,10 +54,10 @@ class PromptModel(StreamPasses, StreamModel):
                 f"input_ids: kv {attachment.owner.recipe.kv.name!r} needs text before a video and behind it; build the "
                 "prompt with the model's chat template."
             )
-        if self._video is None:
-            self.frames, self._made, seconds = torch.empty(NO_FRAMES), lambda frames: {}, 1.0
-            self._unit, self._count = 1, 0
-        else:
+        self._made: Callable[[Tensor], dict[str, Any]] = dict
+        self.frames, seconds = torch.empty(NO_FRAMES), 1.0
+        self._unit, self._count = 1, 0
+        if self._video is not None:
             self.frames, self._made = self.family.by_frame(self.model, own)
             self._count = len(self.frames) // self.pace
             self._unit = (self._inside - self._head) // self._count

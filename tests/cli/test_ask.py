@@ -89,6 +89,26 @@ def test_several_recipes_stand_side_by_side(call: Call, clip: str, ov: str) -> N
     assert told["dense"]["recipe"] == "dense" and told["recipe"] == "a_shape-short"
 
 
+def test_a_memory_of_streams_reads_the_file_as_a_stream(call: Call, clip: str, ov: str) -> None:
+    asked = (
+        "ask",
+        clip,
+        "hi",
+        "--model",
+        ov,
+        "--recipe",
+        "mosaic",
+        "--json",
+        "--max-new-tokens",
+        2,
+        "--compare",
+    )
+    status, out, err = call(*asked)
+    told = json.loads(out)
+    assert (status, err) == (0, "") and told["answer"] == told["dense"]["answer"]
+    assert told["prompt_tokens"] == told["dense"]["prompt_tokens"] and told["cache"]["seen"] > 1000
+
+
 def test_many_recipes_are_several_tables_that_fit(call: Call, clip: str, ov: str) -> None:
     names = ["dense", "a_shape-short", "grid", "window", "tri_shape"]
     recipes = [word for name in names for word in ("--recipe", name)]

@@ -80,6 +80,8 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
     from transformers.generation import GenerateDecoderOnlyOutput
 
     cache = begun[0].cache if keeps is not False else None
+    if not attachment.owner.recipe.kv.sequences:
+        attachment.owner.attention.meter.note("kv: past_key_values is None: the memory ends with its call")
     if len(rows) > 1 and cache is not None:
         cache = None
         message = "past_key_values is None: under a draft each sequence of a batch has its own cache"

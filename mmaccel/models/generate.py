@@ -59,6 +59,10 @@ STREAM = {
     "guidance_scale": "it runs the model beside {part}, which has one stream; leave it out, or set kv to 'full'.",
     "past_key_values": "{part} opens a memory for each prompt, and keeps none between calls; give the whole prompt.",
     "position_ids": "{part} gives a stream positions of its own; leave them out.",
+    **dict.fromkeys(
+        ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"),
+        "{part} takes a tower's features as the model's config says; leave it out.",
+    ),
     "mm_encoder_outputs": "{part} reads videos by their pixels; give pixel_values_videos.",
 }
 """The same of a memory of streams."""

@@ -98,3 +98,33 @@ def test_a_place_for_each_token_or_none(models: Any, monkeypatch: pytest.MonkeyP
     closed = {"name": "rekv", "frames": 1, "window": 1, "local": 0, "positions": "compact"}
     with mmaccel.accelerate(plain, kv=closed) as fast:
         assert fast.generate(**call, **CALL).shape[1] == call["input_ids"].shape[1] + 5
+
+
+def test_a_result_says_that_it_has_no_cache(models: Any) -> None:
+    call = {**prompt("llava", PROMPTS["video"]), **CALL}
+    with mmaccel.accelerate(models[0], kv="recent") as fast:
+        assert fast.generate(**call, return_dict_in_generate=True).past_key_values is None
+        assert any("past_key_values is None" in note for note in fast.report().notes)
+        fast.generate(**call)
+        assert not fast.report().notes
+
+
+@pytest.mark.parametrize("name", ["vision_feature_layer", "vision_feature_select_strategy"])
+def test_a_tower_read_otherwise_is_refused(models: Any, name: str) -> None:
+    with pytest.raises(ModelError, match=f"^{name}: kv 'offload' takes a tower's features as"):
+        models[1].generate(**prompt("llava", PROMPTS["video"]), **CALL, **{name: "full"})
+
+
+def test_the_time_may_run_out_while_the_video_is_read(models: Any) -> None:
+    call = prompt("llava", PROMPTS["video"])
+    with pytest.warns(MmaccelWarning, match="ran out before the prompt was read"):
+        got = models[1].generate(**call, **CALL, max_time=1e-9)
+    assert torch.equal(got, call["input_ids"])
+    assert models[1].generate(**call, **CALL).shape[1] == got.shape[1] + 5, "nothing is left of it"
+
+
+def test_inference_mode_changes_nothing(models: Any) -> None:
+    call = {**prompt("llava", PROMPTS["video"]), **CALL}
+    want = models[0].generate(**call)
+    with torch.inference_mode():
+        assert torch.equal(models[1].generate(**call), want)

@@ -66,6 +66,8 @@ class StreamModel(ABC):
     dtype: torch.dtype
     """Of embeddings, keys and values."""
     device: torch.device
+    attention: AttentionConfig
+    """What the layers follow."""
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
         """Whether frames [T, 3, H, W] come to the vision tower in the size in which frames of `size` (height, width) do."""
@@ -330,19 +332,35 @@ def fitted(recipe: Recipe, view: ModelView) -> Recipe:
     draft that is not there or does not fit.
     """
     check_sequences(recipe)
-    bound = recipe.sparse.bind(view)
-    recipe = recipe if bound is recipe.sparse else replace(recipe, sparse=bound)
-    depth = view.geometry.layers
-    wrong = [n for n in recipe.dense_layers if n >= depth]
-    if wrong:
-        raise RecipeError(
-            f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
-        )
+    recipe, depth = _bound(recipe, view), view.geometry.layers
     for pruner in (recipe.prune, recipe.draft.pruner):
         if pruner is not None:
             checked_stages(pruner, depth)
     recipe.draft.check(view)
     return recipe
+
+
+def _bound(recipe: Recipe, view: ModelView) -> Recipe:
+    """A recipe whose pattern serves a model; raises `RecipeError` for one that cannot, or for layers that it lacks."""
+    bound, depth = recipe.sparse.bind(view), view.geometry.layers
+    wrong = [n for n in recipe.dense_layers if n >= depth]
+    if wrong:
+        raise RecipeError(
+            f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
+        )
+    return recipe if bound is recipe.sparse else replace(recipe, sparse=bound)
+
+
+def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
+    """What the layers of a session follow under `recipe`; raises `RecipeError` as `fitted` does for its pattern."""
+    if recipe.sparse.dense:
+        why = "a stream's memory decides what is seen, and no pattern is planned"
+        choice = select.Choice(select.choose(adapter.device), why)
+        return replace(adapter.attention, backend=choice.backend, choice=choice)
+    recipe = _bound(recipe, adapter.view)
+    choice = choose_backend(recipe, adapter.view)
+    kernel, windows = select.get(choice.backend, adapter.device), adapter.attention.kernel
+    return AttentionConfig(recipe, choice.backend, kernel, choice=choice, windows=windows)
 
 
 def choose_backend(recipe: Recipe, view: ModelView) -> select.Choice:

@@ -137,10 +137,11 @@ def check_pairs(recipe: Recipe) -> None:
     sparse, kv, draft = recipe.sparse, recipe.kv, recipe.draft
     if recipe.prune is not None:
         _check_prune(recipe, recipe.prune)
-    if not sparse.dense and not kv.allows_sparse:
+    ingests = isinstance(kv, StreamPolicy) and kv.ingests
+    if not (sparse.dense or (kv.allows_sparse if kv.sequences else ingests)):
         raise RecipeError(
             f"sparse {sparse.name!r} cannot stand beside kv {kv.name!r}, which decides by itself what each "
-            f"query sees; set sparse to {DEFAULTS['sparse']!r} or kv to {DEFAULTS['kv']!r}."
+            f"query sees, and does not ingest; set sparse to {DEFAULTS['sparse']!r} or kv to {DEFAULTS['kv']!r}."
         )
     if "memory" in draft.needs and not (kv.exact and kv.sequences):
         raise RecipeError(
@@ -206,10 +207,10 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
             repr(name) for name, cls in registry("kv").items() if issubclass(cls, StreamPolicy)
         )
         raise RecipeError(f"kv {kv.name!r} cannot hold a stream; set kv to {streams}.")
-    if not recipe.sparse.dense:
+    if not (recipe.sparse.dense or kv.ingests):
         raise RecipeError(
-            f"sparse {recipe.sparse.name!r} has no part in a stream, whose memory decides what is seen; set sparse to "
-            f"{DEFAULTS['sparse']!r}."
+            f"sparse {recipe.sparse.name!r} acts on a stream where a stored video is ingested, and kv {kv.name!r} does not "
+            f"say ingests = True; set sparse to {DEFAULTS['sparse']!r}."
         )
     if recipe.prune is not None:
         raise RecipeError(f"prune {recipe.prune.name!r} has no part in a stream; leave prune out.")

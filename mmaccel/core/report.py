@@ -232,7 +232,9 @@ class Meter(Rounds):
         self.listed.setdefault(layer, []).append(listed)
         self.causal.setdefault(layer, []).append(causal)
         known = self.names.get(layer, names)
-        self.names[layer] = tuple(a if a == b else f"{a}+{b}" for a, b in zip(known, names, strict=True))
+        self.names[layer] = tuple(
+            a if b in a.split("+") else f"{a}+{b}" for a, b in zip(known, names, strict=True)
+        )
 
     def sequence(self) -> SequenceMeter:
         """The meter of one more sequence that is drafted for."""
@@ -243,6 +245,12 @@ class Meter(Rounds):
         """A sentence for the report about what did not act as asked, beginning with its part ("draft: "); once each."""
         if sentence not in self.notes:
             self.notes.append(sentence)
+
+    def planned(self, other: Meter) -> None:
+        """Tell of the pairs and the notes of `other` too: what was planned while a stream was taken in."""
+        self.listed, self.causal, self.names = other.listed, other.causal, other.names
+        for sentence in other.notes:
+            self.note(sentence)
 
     def kept_by_head(self) -> tuple[tuple[float, ...], ...]:
         """Listed over causal pairs of each layer and head, mean over sequences; reads the device."""

@@ -214,7 +214,8 @@ class PromptRunner(Runner):
             self._open.callback(live.close)
             owner.opened(state, self)
             try:
-                live.take(prompt.frames, prompt.times, lambda read: None, deadline)
+                ingest = owner.recipe.kv.ingests  # type: ignore[attr-defined]
+                live.take(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
                 deadline.check()
                 state.idle()
                 asked = live.asked("", self._room, weigh=False, deadline=deadline)

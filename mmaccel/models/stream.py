@@ -59,7 +59,9 @@ class StreamPasses:
         self.view = ModelView(model, family, adapter_for)
         self.pace = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
-        self._attention = AttentionConfig(Recipe(), "auto", kernel_for(self.device, self.dtype))
+        self.attention = AttentionConfig(Recipe(), "auto", kernel_for(self.device, self.dtype))
+        if attachment is not None and not attachment.owner.recipe.sparse.dense:
+            self.attention = attachment.owner.attention
         self.text: Any = family.text(model)
         self._gate = gate_of(self.text)
 
@@ -94,7 +96,7 @@ class StreamPasses:
     ) -> Tensor:
         depth = self.view.geometry.layers
         run = ForwardPass(
-            self._attention, state=state, prefill=False, stream=True, check=check, branches=branches
+            self.attention, state=state, prefill=False, stream=True, check=check, branches=branches
         )
         # Captured steps have chains alone.
         captured = few and branches is None and embeds.device.type in step.DEVICES

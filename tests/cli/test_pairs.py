@@ -23,9 +23,9 @@ def test_the_page_is_what_recipes_say(call: Callable[..., tuple[int, str, str]])
 
 
 def test_a_cell_is_yes_or_the_reason_without_names() -> None:
-    told = pairs.together("sparse", "kv", "grid", "rekv")
-    assert told.startswith("sparse cannot stand beside kv") and "'grid'" not in told
-    assert pairs.together("sparse", "kv", "dense", "rekv") == pairs.YES
+    told = pairs.together("kv", "prune", "rekv", "fastv")
+    assert told.startswith("prune needs a memory that keeps") and "'fastv'" not in told
+    assert pairs.together("sparse", "kv", "grid", "rekv") == pairs.YES
     assert pairs.together("sparse", "kv", "grid", "window") == pairs.YES
     assert "reads the whole cache" in pairs.together("kv", "draft", "rekv", "sparse_to_dense")
     assert pairs.together("kv", "draft", "rekv", "sequential") == pairs.YES

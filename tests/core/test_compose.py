@@ -14,6 +14,15 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.policies.kv import Window
 
 
+class LiveOnly(StreamPolicy):
+    """A memory of streams that knows of no ingestion."""
+
+    name = "live_only"
+
+    def stream(self, *given: Any) -> StreamState:
+        raise AssertionError("nothing is opened")
+
+
 def sentence(**choices: Any) -> str:
     with pytest.raises(RecipeError) as error:
         Recipe.load(**choices)
@@ -21,9 +30,9 @@ def sentence(**choices: Any) -> str:
 
 
 def test_impossible_pairs_are_told_in_one_sentence() -> None:
-    told = sentence(sparse="a_shape", kv="rekv")
+    told = sentence(sparse="a_shape", kv=LiveOnly())
     assert (
-        "sparse 'a_shape' cannot stand beside kv 'rekv'" in told
+        "sparse 'a_shape' cannot stand beside kv 'live_only'" in told
         and "set sparse to 'dense' or kv to 'full'" in told
     )
     told = sentence(kv=Window(margin=4), draft={"name": "sequential", "model": "x", "window": 8})

@@ -62,7 +62,7 @@ def test_it_is_the_session(kv: str, name: str) -> None:
     """Where a memory keeps little, too: both read the same units in the same passes, and search by the same words."""
     ids, logits = said(name, TIGHT[kv], prompt(name, 24))
     with open_session(name, TIGHT[kv]) as session:
-        session.watch(film(24), fps=FPS)
+        session.ingest(film(24), fps=FPS)
         torch.testing.assert_close(session_logits(session), logits[0, 0], **CLOSE)  # type: ignore[arg-type]
         answer = session.ask(QUESTION, 6)
     ends = pair(name)[0].generation_config.eos_token_id

@@ -261,8 +261,6 @@ def test_a_closed_session_serves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "match"),
     [
-        ({"kv": "rekv", "sparse": "a_shape"}, "set sparse to"),
-        ({"kv": "full", "sparse": "a_shape"}, "no part in a stream"),
         ({"kv": "full", "prune": "fastv"}, "leave prune out"),
         ({"kv": "full", "draft": "sparse_to_dense"}, "set draft to 'off'"),
         ({"kv": {"name": "rekv", "frames": 0}}, "frames is 0; give at least 1"),

@@ -44,8 +44,8 @@ MIN_ROWS = 64
 class AttentionConfig:
     """What every attention layer follows.
 
-    kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run, and streams, whose recipe is dense,
-            have masks written out
+    kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run
+    windows  the same for windows of streams where the recipe is sparse (else it is `kernel`); None: masks are written out
     """
 
     recipe: Recipe
@@ -53,6 +53,7 @@ class AttentionConfig:
     kernel: Callable[..., tuple[Tensor, Tensor]] | None
     meter: Meter = field(default_factory=Meter)
     choice: select.Choice | None = None
+    windows: Callable[..., tuple[Tensor, Tensor]] | None = None
     _warned: bool = False
     _compiled: dict[int, Compiled] = field(default_factory=dict)
 
@@ -142,6 +143,9 @@ class ForwardPass(PrefillPass):
     listed: dict[int, tuple[Tensor, torch.cuda.Event | None, float]] = field(default_factory=dict)
     """What sparse layers listed, on its way to the host, and what was expected of them, by the first new column of the pass:
     told to the layers after them."""
+
+    _told: dict[int, ForwardPass] = field(default_factory=dict, init=False)
+    """The pass over what a stream's memory shows, where it says what that is: by the layout's identity."""
 
     ticket: Tensor | None = field(default=None, init=False)
     """By what compiled layers find this pass, which is no tensor."""
@@ -270,6 +274,22 @@ class ForwardPass(PrefillPass):
             probe.attending(self, layer, query, key, value, scale)
         if self.branches is not None:
             return self._branching(self.branches, view, query, key, value, scale)
+        if view.layout is not None and not self.config.recipe.sparse.dense:
+            return self._over(view.layout, query.shape[2])._attend(layer, view, query, key, value, scale)
+        return self._attend(layer, view, query, key, value, scale)
+
+    def _over(self, layout: TokenLayout, rows: int) -> ForwardPass:
+        """This pass of a stream as one of a prompt over the columns of `layout`, the last `rows` of which are new; one for
+        all layers. No row of it is the prompt's last."""
+        if id(layout) not in self._told:
+            start, rest = layout.length - rows, self.config.recipe.dense_tail
+            self._told[id(layout)] = replace(self, layout=layout, start=start, rest=rest, prefill=True)
+        return self._told[id(layout)]
+
+    def _attend(
+        self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """[B, H, n, D]: what the pattern lists of `view`, or all of it."""
         plan, recipe = None, self.config.recipe
         sparse = self.prefill and not recipe.sparse.dense and layer not in recipe.dense_layers
         sparse = sparse and query.shape[2] >= MIN_ROWS and view.bias is None and self._in_places(view)
@@ -293,7 +313,8 @@ class ForwardPass(PrefillPass):
         if view.bias is not None:
             columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
             return decode_attend(query, key, value, columns, scale, None, view.bias)
-        kernel, window = self.config.kernel, view.window
+        config, window = self.config, view.window
+        kernel = config.kernel if config.recipe.sparse.dense else config.windows
         many = self.stream and len(query) == 1 and rows >= MIN_ROWS and view.column is None
         if many and kernel is not None and window is not None and window < keys:
             plan = window_plan(rows, keys, view.sinks, window, heads, query.device)

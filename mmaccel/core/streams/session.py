@@ -13,8 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends import select
-from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
+from mmaccel.core.attach import Clip, StreamAdapter, adapter_for, stream_attention
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
 from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
 from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
@@ -33,7 +32,7 @@ class VideoSession:
 
     model      a model of a supported family, not accelerated; it is untouched between two calls
     processor  its processor (`mmaccel.load_processor`)
-    recipe     a name, a mapping, a YAML path or a `Recipe`, whose kv is a memory of streams; sparse stays "dense"
+    recipe     a name, a mapping, a YAML path or a `Recipe`, whose kv is a memory of streams
 
     A question never changes the stream, even when it fails. A `watch` that fails or is interrupted keeps nothing of that
     call; when it reads a path, it keeps the clips before the failure. One loss remains: with spill "drop_oldest" and a full
@@ -53,6 +52,7 @@ class VideoSession:
         self.recipe = Recipe.load(recipe, **choices)
         self._kv = stream_policy(self.recipe)
         self._stream_adapter: StreamAdapter = adapter_for(model).stream_adapter(model, processor)
+        self._stream_adapter.attention = stream_attention(self.recipe, self._stream_adapter)
         self.recipe.draft.check(self._stream_adapter.view)
         self._processor = processor
         self._live: StreamRunner | None = None
@@ -110,9 +110,8 @@ class VideoSession:
         warning. Raises `RecipeError` for a memory that does not ingest.
         """
         if not self._kv.ingests:
-            raise RecipeError(
-                f"kv {self._kv.name!r} does not ingest (its class does not say ingests = True); use watch."
-            )
+            raise RecipeError(f"kv {self._kv.name!r} does not ingest (ingests is not True); use watch.")
+        self._stream_adapter.attention.meter.clear()
         return self._take_in("ingest", video, None, fps, progress, timeout)
 
     def _take_in(
@@ -331,15 +330,16 @@ class VideoSession:
         """What is in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.
 
         prompt_tokens are the columns of the stream, as its memory counts them, and of the question; `kv` counts what the
-        memory holds now; no pattern is planned in a stream, so that `kept` is None and `patterns` is empty; peak_bytes are
-        since the last reset on CUDA. Before the first answer the figures of one are 0 or None.
+        memory holds now; kept and patterns are those of the last `ingest` under a pattern; peak_bytes are since the last
+        reset on CUDA. Before the first answer the figures of one are 0 or None.
         """
         return self._told(self._meter)
 
     def _told(self, meter: Meter) -> Report:
-        device = self._stream_adapter.device
-        why = "a stream's memory decides what is seen, and no pattern is planned"
-        return meter.report(self.recipe.to_dict(), select.choose(device), self.counters(), device, why)
+        own, device = self._stream_adapter.attention, self._stream_adapter.device
+        meter.planned(own.meter)
+        why = "" if own.choice is None else own.choice.why
+        return meter.report(self.recipe.to_dict(), own.backend, self.counters(), device, why)
 
     def clusters(self) -> dict[str, Tensor]:
         """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.

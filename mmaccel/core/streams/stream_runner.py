@@ -26,6 +26,8 @@ UNITS = 16
 ROWS = 1 << 15
 """Tokens of a pass of an ingestion where the recipe has no `chunk`."""
 
+WATCHED = "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest"
+
 
 @dataclass(eq=False)
 class StreamInfo:
@@ -110,6 +112,8 @@ class StreamRunner:
         step = self._bulk if ingest else self._step
         if ingest:
             self.state.begin_ingest()
+        elif not (isinstance(self.state, FrameState) or self.adapter.attention.recipe.sparse.dense):
+            self.adapter.attention.meter.note(WATCHED)
         info, pace = self.info, self.adapter.pace
         before = len(info.times)
         frames = self._alike(frames)

@@ -25,16 +25,16 @@ MODELS = ("tiny-ov", "tiny-qwen", "random-ov", "random-qwen")
 
 
 @functools.cache
-def pair(name: str) -> tuple[Any, Processor]:
-    """A model in float32, and its processor."""
+def pair(name: str, layers: int = 2) -> tuple[Any, Processor]:
+    """A model in float32, and its processor; `layers` are those of a random one."""
     if name.startswith("tiny"):
         return mmaccel.load_model(name, dtype=torch.float32), mmaccel.load_processor(name)
     spec = SPECS[name.replace("random", "tiny")]
     torch.manual_seed(7)
     like = build_model(spec)
     config = copy.deepcopy(like.config)
-    config.text_config.num_hidden_layers = 2
-    config.text_config.layer_types = ["full_attention"] * 2
+    config.text_config.num_hidden_layers = layers
+    config.text_config.layer_types = ["full_attention"] * layers
     config.vision_config.num_hidden_layers = 1
     if name == "random-qwen":
         config.vision_config.depth = 1

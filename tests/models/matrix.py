@@ -1,0 +1,216 @@
+"""Every combination of registered policies: which a recipe refuses, and what shows that each part of one that runs acted."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import mmaccel
+from mmaccel.core.errors import MmaccelWarning, RecipeError
+from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.recipe import Recipe, check_sequences, stream_policy
+from mmaccel.core.registry import policy, registry
+from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
+from mmaccel_lab.world import World, render
+from tests.models.streams import FPS, QUESTION, every_stream, pair
+from tests.models.test_recipes import SMALL
+
+FRAMES, TOKENS = 64, 8
+
+
+class Cell(NamedTuple):
+    """A choice for each axis; `own` is the pruner of the draft, `use` "generate" or "session"."""
+
+    family: str
+    use: str
+    sparse: str
+    kv: str
+    draft: str
+    own: str
+    prune: str
+
+
+SPARSE: dict[str, Any] = {
+    "dense": "dense",
+    **{name: {"name": name, "block": 16, **fields} for name, fields in SMALL.items()},
+}
+KV: dict[str, Any] = {
+    "full": "full",
+    **every_stream(frames=6, window=8),
+    "window": {"name": "window", "sinks": 4, "window": 160, "margin": 40},
+}
+KV["no_cache"] = {"name": "no_cache", "frames": 32, "kept": 64}  # the prompt of a few would be too short for a pattern
+MODELS: dict[str, Callable[..., Any]] = {
+    "sequential": lambda model, **own: Sequential(model=model, window=3, **own),
+    "parallel": lambda model, **own: Parallel(model=model, window=3, process=False, **own),
+    "tree": lambda model, **own: Tree(model=model, **own),
+}
+DRAFT: dict[str, Callable[..., Any]] = {
+    "off": lambda model: "off",
+    "prompt_lookup": lambda model: PromptLookup(),
+    "text_only": lambda model: TextOnly(model=model, window=3),
+    "sparse_to_dense": lambda model: SparseToDense(window=3, retention=0.5),
+    **MODELS,
+}
+PRUNERS = {
+    stage: [
+        "none",
+        *sorted(n for n, cls in registry("prune").items() if (cls.stage == "draft") == (stage == "draft")),
+    ]
+    for stage in ("draft", "target")
+}
+PRUNE: dict[str, Any] = {
+    **{name: None if name == "none" else name for name in PRUNERS["target"]},
+    "fastv": {"name": "fastv", "retention": 0.3},
+    "visionzip": {"name": "visionzip", "retention": 0.7},
+    "dycoke": {"name": "dycoke", "forget": 0},
+}
+AXES: dict[str, list[str]] = {
+    "family": ["random-ov", "random-qwen"],
+    "use": ["generate", "session"],
+    "sparse": sorted(set(registry("sparse")) - {"per_head"}),
+    "kv": sorted(registry("kv")),
+    "draft": sorted(registry("draft")),
+    "own": PRUNERS["draft"],
+    "prune": PRUNERS["target"],
+}
+
+
+def draft_of(cell: Cell, model: torch.nn.Module) -> Any:
+    """The draft of a cell, by `model`; raises `RecipeError` for a pruner of a draft that takes none."""
+    if cell.own == "none":
+        return DRAFT[cell.draft](model)
+    if cell.draft not in MODELS:
+        raise RecipeError(f"draft {cell.draft!r} has no prune, and {cell.own!r} is none of its fields.")
+    return MODELS[cell.draft](model, prune={"name": cell.own, "retention": 0.3})
+
+
+BUILT = {
+    "sparse": {name: policy("sparse", one) for name, one in SPARSE.items()},
+    "kv": {name: policy("kv", one) for name, one in KV.items()},
+    "prune": {name: one and policy("prune", one) for name, one in PRUNE.items()},
+}
+
+
+def recipe_of(cell: Cell, draft: Any) -> Recipe:
+    """The recipe of a cell with `draft`; raises `RecipeError` where it is refused, before any weight moves."""
+    parts = {kind: BUILT[kind][getattr(cell, kind)] for kind in BUILT}
+    made = Recipe(**parts, draft=draft)
+    (check_sequences if cell.use == "generate" else stream_policy)(made)
+    return made
+
+
+@functools.cache
+def _any_draft(draft: str, own: str) -> Any:
+    return draft_of(Cell("", "", "", "", draft, own, ""), torch.nn.Linear(1, 1))
+
+
+@functools.cache
+def _refusal(cell: Cell) -> str | None:
+    try:
+        recipe_of(cell, _any_draft(cell.draft, cell.own))
+    except RecipeError as error:
+        return str(error)
+    return None
+
+
+def refusal(cell: Cell) -> str | None:
+    """Why a cell is refused, whatever its family; None: it runs."""
+    return _refusal(cell._replace(family=""))
+
+
+def cells() -> Iterator[Cell]:
+    """All of them, but for the pruners of drafts that take none: these are fields that are not there."""
+    for values in itertools.product(*AXES.values()):
+        cell = Cell(*values)
+        if cell.own == "none" or cell.draft in MODELS:
+            yield cell
+
+
+def covering(strength: int, seed: int = 18) -> list[Cell]:
+    """Running cells that hold every choice of `strength` axes that any running cell holds; found greedily."""
+    fine = [cell for cell in cells() if refusal(cell) is None]
+    random.Random(seed).shuffle(fine)
+    axes = list(itertools.combinations(range(len(AXES)), strength))
+
+    def held(cell: Cell) -> set[tuple[Any, ...]]:
+        return {(some, tuple(cell[n] for n in some)) for some in axes}
+
+    left = set().union(*map(held, fine))
+    chosen = []
+    while left:
+        # The best of some: the array is a little longer than the best of all would give, and found in seconds.
+        best = max(fine[:400], key=lambda cell: len(held(cell) & left))
+        gain = held(best) & left
+        if not gain:
+            fine = [cell for cell in fine if held(cell) & left]
+            continue
+        chosen.append(best)
+        left -= gain
+        random.Random(len(chosen)).shuffle(fine)
+    return chosen
+
+
+@functools.cache
+def film() -> torch.Tensor:
+    """[64, 3, 56, 70] uint8, of so many tokens that a pass of any memory is long enough for a pattern."""
+    return render(World.generate(3, FRAMES).table(), 56, 70)
+
+
+@functools.cache
+def models(family: str) -> tuple[Any, Any, Any]:
+    """A random target with layers after each cut, a draft that is right now and then, and their processor."""
+    target, processor = pair(family, layers=6)
+    draft = copy.deepcopy(target)
+    torch.manual_seed(1)
+    weight = draft.get_output_embeddings().weight
+    weight.data += 0.01 * torch.randn_like(weight)
+    return target, draft, processor
+
+
+@functools.cache
+def run(cell: Cell) -> tuple[tuple[int, ...], mmaccel.Report]:
+    """The ids of a cell's answer and its report. What warns is no cell that runs."""
+    target, draft, processor = models(cell.family)
+    recipe = recipe_of(cell, draft_of(cell, draft))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MmaccelWarning)
+        if cell.use == "session":
+            with mmaccel.VideoSession(target, processor, recipe) as session:
+                take = session.watch if recipe.sparse.dense else session.ingest
+                take(film(), fps=FPS)
+                return session.ask(QUESTION, TOKENS).ids, session.report()
+        content = [{"type": "video", "video": film()}, {"type": "text", "text": QUESTION}]
+        inputs = processor.chat(content, fps=FPS)
+        with mmaccel.accelerate(target, recipe) as fast:
+            ids = target.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+            return tuple(ids[0, inputs["input_ids"].shape[1] :].tolist()), fast.report()
+
+
+def check_acted(cell: Cell) -> None:
+    """Assert that each part of a cell acted, and that its draft changed no token."""
+    ids, report = run(cell)
+    assert ids and not report.notes, report.notes
+    if cell.sparse != "dense":
+        assert report.kept is not None and report.kept < 1
+        assert any(cell.sparse in name for name in report.heads()), report.heads()
+    if cell.kv not in ("full", "offload"):
+        acted = [report.kv.get(name, 0) > 0 for name in ("recalled", "pruned", "merged", "kept")]
+        forgot = report.kv["held"] < report.kv.get("seen", 0)
+        assert any(acted) or forgot, report.kv
+    if issubclass(registry("kv")[cell.kv], StreamPolicy) and "units" in report.kv:
+        assert report.kv["units"] > 0
+    if cell.prune != "none":
+        assert report.kv["visual"] > 0
+    if cell.draft != "off":
+        assert report.draft["failed"] is None
+        assert run(cell._replace(draft="off", own="none"))[0] == ids
+    if cell.draft not in ("off", "prompt_lookup"):  # which proposes nothing where no token comes twice
+        assert report.draft["rounds"] > 0 and report.draft["proposed"] > 0

@@ -46,7 +46,11 @@ KV: dict[str, Any] = {
     **every_stream(frames=6, window=8),
     "window": {"name": "window", "sinks": 4, "window": 160, "margin": 40},
 }
-KV["no_cache"] = {"name": "no_cache", "frames": 32, "kept": 64}  # the prompt of a few would be too short for a pattern
+KV["no_cache"] = {
+    "name": "no_cache",
+    "frames": 32,
+    "kept": 64,
+}  # the prompt of a few would be too short for a pattern
 MODELS: dict[str, Callable[..., Any]] = {
     "sequential": lambda model, **own: Sequential(model=model, window=3, **own),
     "parallel": lambda model, **own: Parallel(model=model, window=3, process=False, **own),

@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
@@ -66,8 +67,11 @@ class StreamModel(ABC):
     dtype: torch.dtype
     """Of embeddings, keys and values."""
     device: torch.device
-    attention: AttentionConfig
-    """What the layers follow."""
+
+    @cached_property
+    def attention(self) -> AttentionConfig:
+        """What the layers follow; dense where the model does not set it."""
+        return AttentionConfig(Recipe(), "auto", None)
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
         """Whether frames [T, 3, H, W] come to the vision tower in the size in which frames of `size` (height, width) do."""

@@ -18,7 +18,7 @@ from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.prefill.attention import NOTE, Note
 from mmaccel.core.prefill.prune import Probe
-from mmaccel.core.registry import registry
+from mmaccel.core.registry import DEFAULTS, registry
 from mmaccel.models import decode
 from mmaccel.models.modules import in_parts
 from mmaccel.models.prompt_layout import Inputs
@@ -52,6 +52,10 @@ class HFRunner(Runner):
             return open_runner(model, family, DynamicCache())
         from mmaccel.models.attention import KVCache
 
+        if state is None and not owner.recipe.kv.sequences:
+            # The recipe's memory is of a call's own prompt; who runs the model beside it, as a draft may, sees everything.
+            full = registry("kv").build(DEFAULTS["kv"])
+            state = full.open(owner.view.geometry, owner.view, owner.view.device)
         state = owner.open_state() if state is None else state
         return open_runner(model, family, KVCache(state, owner.view.geometry.layers))
 

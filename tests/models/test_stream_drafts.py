@@ -129,6 +129,14 @@ def test_the_draft_is_rolled_back_with_the_target(kv: str, monkeypatch: pytest.M
                 one.watch(frames[:9] if first else frames[9:], fps=FPS)
             answer, alone = session.ask(QUESTION, TOKENS), quiet.ask(QUESTION, TOKENS)
             assert answer.ids == alone.ids and agrees(answer) and len(session) == len(quiet)
+            assert seconds(session) == quiet._live.info.times
+
+
+def seconds(session: mmaccel.VideoSession) -> list[float]:
+    """When the frames were shown that the draft has watched."""
+    stream = session._live.beside.stream
+    assert len(stream._live.info.times) >= stream._live.state.units() > 0
+    return list(stream._live.info.times)
 
 
 def test_the_draft_watches_what_is_ingested() -> None:
@@ -136,6 +144,7 @@ def test_the_draft_watches_what_is_ingested() -> None:
     for draft in ("off", agreeing()):
         with opened("mosaic", draft) as session:
             session.ingest(film(18)[:11], fps=FPS)
+            assert draft == "off" or seconds(session) == session._live.info.times
             session.watch(film(18)[11:], fps=FPS)
             found.append(session.ask(QUESTION, TOKENS))
     assert found[0].ids == found[1].ids and found[1].counters["drafted"] > 0
@@ -152,6 +161,7 @@ def test_the_draft_is_saved_and_loaded_with_the_target(tmp_path: Path, kv: str) 
         want = session.ask(QUESTION, TOKENS)
     with opened(kv, draft) as session:
         session.load(tmp_path / "saved")
+        assert seconds(session) == session._live.info.times and len(session) == 11
         session.watch(frames[11:], fps=FPS)
         answer = session.ask(QUESTION, TOKENS)
         assert answer.ids == want.ids

@@ -356,7 +356,8 @@ class ForwardPass(PrefillPass):
         """The plan of the pattern over what `view` shows, without the tail's rows, narrowed by the view's window."""
         plan = self.config.plan(layer, query, key, value, *self._shown(view.column))
         if plan is not None:
-            self.config.check_length(self.layout.length + self.rest)
+            if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
+                self.config.check_length(self.layout.length + self.rest)
             check_sizes(plan, self.config.recipe.sparse.name, query, key, whole=not self.layout.padded)
             plan = plan if view.window is None else plan.within(view.sinks, view.window)
         if plan is None or all(begin == end for _, begin, end in self._tails):

@@ -15,6 +15,7 @@ from mmaccel.core.decoding.watching import DraftStream
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.registry import policy
 from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
 from mmaccel.core.streams.stream_runner import StreamRunner
@@ -75,7 +76,9 @@ class LocalDraftStream(DraftStream):
             raise ModelError(f"{folder.parent} was saved without this draft's stream")
         facts = checkpoint_io.read_json(folder / FACTS, {"model": str, "dtype": str, "kv": dict})
         check_model(folder, facts, self._adapter)
-        if facts["kv"] != lasting(self._kv):
+        # Fields that are not there have their defaults; those of a question, which are not saved, may be any.
+        free = {name: getattr(self._kv, name) for name in self._kv.query_time_fields}
+        if lasting(policy("kv", {**free, **facts["kv"]})) != lasting(self._kv):
             raise ModelError(f"{folder} was saved with another kv of the draft; give the draft that one.")
         self._live = read_stream(folder, folder / FACTS, facts, self._adapter, self._kv, self._chunk)
 

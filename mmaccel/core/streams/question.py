@@ -84,17 +84,6 @@ class QuestionRunner(Runner):
         ids = torch.cat([adapter.head(), self.ids])[None]
         start = ids.shape[1]
         beside = self.beside
-        with beside.dropping() as stream:
-            if stream is not None:
-                stream.ask(self.question, most)
-        prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream)
-        draft = CarefulDraft(self.meter)
-        if beside.failed:
-            self.meter.draft_failed(beside.failed)
-        elif strategy.active:
-            with draft.dropping():
-                draft.state = strategy.open(adapter.view)
-                draft.state.begin(prompt)
         reason: FinishReason = "stop"
 
         def stop(ids: Tensor) -> bool:
@@ -128,9 +117,21 @@ class QuestionRunner(Runner):
             if put is not None:
                 text(whole=False)
 
+        draft = CarefulDraft(self.meter)
         try:
+            with beside.dropping() as stream:
+                if stream is not None:
+                    stream.ask(self.question, most)
+            prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream)
+            if beside.failed:
+                self.meter.draft_failed(beside.failed)
+            elif strategy.active:
+                with draft.dropping():
+                    draft.state = strategy.open(adapter.view)
+                    draft.state.begin(prompt)
             speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=self.meter)
         finally:
+            draft.close()
             with beside.dropping() as stream:
                 if stream is not None:
                     stream.done()

@@ -106,12 +106,10 @@ class VideoSession:
         frames go that leave it. Gives the number of frames.
 
         `ingest_frames` of a memory says how far frames see, and `counters` what part of the frames up to them they saw
-        ("ingest_seen"). All of the video is taken in or nothing, also where `timeout` or `cancel` ends the call, with a
-        warning. Raises `RecipeError` for a memory that does not ingest.
+        ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """
         if not self._kv.ingests:
             raise RecipeError(f"kv {self._kv.name!r} does not ingest (ingests is not True); use watch.")
-        self._stream_adapter.attention.meter.clear()
         return self._take_in("ingest", video, None, fps, progress, timeout)
 
     def _take_in(
@@ -139,11 +137,13 @@ class VideoSession:
                 every(),
                 closing(self._stream_adapter.clips(video, fps, deadline.check)) as clips,
             ):
+                if how == "ingest":
+                    self._stream_adapter.attention.meter.clear()
                 try:
                     for clip in clips:
                         with each():
                             taken = self._take(how, clip, given, done, progress, deadline)
-                            if not clip.part:
+                            if not clip.part and (how == "watch" or taken == len(clip.frames)):
                                 self._rest()
                         done, part = done + taken, clip.part
                         if taken < len(clip.frames):

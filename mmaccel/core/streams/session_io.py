@@ -66,10 +66,15 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     place = path.resolve()
 
     def write(part: Path) -> dict[str, Any]:
-        with live.beside.dropping() as draft:
-            if draft is not None:
-                (part / DRAFT).mkdir()
+        if (draft := live.beside.stream) is not None:
+            (part / DRAFT).mkdir()
+            try:
                 draft.save(part / DRAFT)
+            except OSError:
+                raise  # nor could the target's stream be written there
+            except Exception:
+                with live.beside.dropping():
+                    raise
         if live.beside.failed:
             rmtree(part / DRAFT, ignore_errors=True)
         facts = {
@@ -112,9 +117,15 @@ def load(
         try:
             live, data = _load(where, adapter, recipe, kv)
             live.beside = beside()
-            with live.beside.dropping() as draft:
-                if draft is not None:
-                    draft.load(data / DRAFT)
+            try:
+                if live.beside.stream is not None:
+                    live.beside.stream.load(data / DRAFT)
+            except Exception:
+                if left and _version_of(where) != before:
+                    live.close()
+                    continue
+                with live.beside.dropping():
+                    raise
             return live
         except (MmaccelError, OSError) as error:
             if left and _version_of(where) != before:

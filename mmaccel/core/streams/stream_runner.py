@@ -66,7 +66,7 @@ class StreamRunner:
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
         self.beside = CarefulDraftStream()
-        self._warned = self._full = False
+        self._warned = self._full = self._ingests = False
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.places(info.size, fps), adapter.head().numel()
         self.stream = Stream(unit=info.unit, head=head, pace=adapter.pace, places=places, dtype=adapter.dtype)
@@ -122,15 +122,19 @@ class StreamRunner:
         pending = frames.shape[0] - len(moments)
         info.times += moments
         whole = frames.shape[0] // pace
-        for first in range(0, whole, step):
-            if deadline.over() is not None:
-                taken = max(0, first * pace - pending)
-                del info.times[before + taken :]
-                info.pending = info.pending if first == 0 else None
-                return taken
-            last = min(first + step, whole)
-            self._encode(frames[first * pace : last * pace])
-            progress(last * pace - pending)
+        self._ingests = ingest
+        try:
+            for first in range(0, whole, step):
+                if deadline.over() is not None:
+                    taken = max(0, first * pace - pending)
+                    del info.times[before + taken :]
+                    info.pending = info.pending if first == 0 else None
+                    return taken
+                last = min(first + step, whole)
+                self._encode(frames[first * pace : last * pace])
+                progress(last * pace - pending)
+        finally:
+            self._ingests = False
         rest = frames[whole * pace :]
         info.pending = rest.clone() if len(rest) else None
         if len(rest):
@@ -226,6 +230,8 @@ class StreamRunner:
         follow. `weigh`: its evidence will be asked for. Raises `ModelError`, before anything is run, where the model has no
         position left for an answer, and `Ended` when the deadline comes before the first token.
         """
+        if self._ingests:
+            raise ModelError("ask: a video is being ingested; ask when that call has ended.")
         info, state, adapter, places = self.info, self.state, self.adapter, self.stream.places
         deadline = Deadline() if deadline is None else deadline
         meter = Meter(started=time.perf_counter())
@@ -276,7 +282,9 @@ class StreamRunner:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
         fresh, picked, info = state.fresh(), state.pick(), self.info
         self._head(fresh)
-        fresh.begin_ingest()
+        self.adapter.attention.meter.clear()
+        if self.kv.ingests:
+            fresh.begin_ingest()
         for at in range(0, len(picked), self._bulk):
             deadline.check()
             some = picked[at : at + self._bulk]
@@ -285,6 +293,7 @@ class StreamRunner:
             runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
             times = [info.shown(number, 1)[0] for number, _ in some]
             self._units(fresh, torch.cat(runs), times)
+        fresh.idle()
         return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
 
     def _shown(self, evidence: Mapping[int, Seen]) -> tuple[Evidence, ...]:

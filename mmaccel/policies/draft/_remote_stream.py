@@ -58,7 +58,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
 
     def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         self._settle()
-        head = json.dumps([list(times), fps, timed]).encode()
+        head = json.dumps([list(times), None if fps is None else float(fps), timed]).encode()
         own = frames.to("cpu", copy=True).contiguous()  # the caller's may change as soon as this returns
         self._out += 1
         self._worker.post(

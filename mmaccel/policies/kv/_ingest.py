@@ -20,6 +20,10 @@ SHARE = 0.5
 """Of the memory that is free when an ingestion begins: the rest is for a pass's own values and for the index."""
 
 
+RUN = 16
+"""Units that leave together when an ingestion has ended."""
+
+
 class Ingested:
     """The head and the last `units` units of each layer, side by side in buffers that grow.
 
@@ -126,8 +130,10 @@ class IngestState(PassState):
     def fit(self, first: int, count: int) -> int:
         if self._ingested is None:
             return self.bases.same(first, count)
-        count = min(count, self._ingested.most)
-        return next((some for some in range(count, 1, -1) if self._admits(first, first + some)), 1)
+        # Each unit of a pass sees at least what it would see under the window.
+        before = min(self.window - 1, first - self._first)
+        count = min(count, max(1, self._ingested.most - before))
+        return next((some for some in range(count, 1, -1) if self._admits(first - before, first + some)), 1)
 
     @property
     def _spare(self) -> int:
@@ -151,8 +157,11 @@ class IngestState(PassState):
         self._first, self._base = first, max(0, int(places.at(first)) - self._spare) if far else 0
 
     def _leave(self, held: Ingested, count: int) -> None:
-        for layer in range(self.geometry.layers if count else 0):
-            self._gone(layer, self._first, count, *held.of(layer, 0, count))
+        # As many at a time as passes of live frames have: a store makes room for so many at once.
+        for begin in range(0, count, RUN):
+            some = min(RUN, count - begin)
+            for layer in range(self.geometry.layers):
+                self._gone(layer, self._first + begin, some, *held.of(layer, begin, some))
 
     def _show(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> KVView:
         """What units of an ingestion see at a layer, by their raw queries [1, H, n, D]; key, value [1, G, n, D]."""
@@ -177,7 +186,7 @@ class IngestState(PassState):
         """The pass of an ingestion is over: its units stay."""
         count, total = stream_pass.count, stream_pass.first + stream_pass.count
         held.units, held.taken = held.units + count, held.taken + count
-        held.share += count * (total - self._first) / total
+        held.share += sum((end - self._first) / end for end in range(stream_pass.first + 1, total + 1))
         self._count = total
 
     def idle(self) -> None:

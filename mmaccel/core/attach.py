@@ -257,18 +257,26 @@ class Accelerated:
         """The memory of the last batch of sequences, as long as somebody holds what it was opened for: None after that."""
         return self._state()
 
-    def opened(self, state: KVState, holder: object) -> None:
-        """`state` is the memory of the sequences to come; it goes with `holder`, and what it counted is kept for reports."""
+    def opened(self, state: KVState, holder: object) -> Callable[[], object]:
+        """`state` is the memory of the sequences to come; it goes with `holder`, and what it counted is kept for reports.
+        What is returned lets it go before."""
         self._state, self._counted = ref(state), {}
-        finalize(holder, self._closed, state).atexit = False
+        kept = finalize(holder, self._left_over, state)
+        kept.atexit = False
+        return kept.detach
 
-    def _closed(self, state: KVState) -> None:
+    def _left_over(self, state: KVState) -> None:
         if self._state() is state:
-            self.closed(state, state.counters())
+            self._counted = dict(state.counters())
 
     def closed(self, state: KVState, counters: Mapping[str, float]) -> None:
-        """`state`, which was opened last, is of no more use; reports have what it `counters`."""
-        self._state, self._counted = lambda: None, dict(counters)
+        """`state` is of no more use; reports have what it `counters`, if none was opened after it."""
+        if self._state() is state:
+            self._state, self._counted = lambda: None, dict(counters)
+
+    def forget(self) -> None:
+        """Reports have no memory's figures until the next is opened."""
+        self._state, self._counted = lambda: None, {}
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, or that of the wrapper it came in."""

@@ -307,9 +307,10 @@ class PositionIds:
     def tail(self, units: int, start: int, count: int) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows the video after `units` units."""
         begin = self._text + (units - 1) * self._slope
-        row = torch.arange(start, start + count, device=self._head.device)
+        first = start if self._after is not None else begin + start
+        row = torch.arange(first, first + count, device=self._head.device)
         if self._after is None:
-            return self._shaped((row + begin).expand(self.axes, -1))
+            return self._shaped(row.expand(self.axes, -1))
         last = row.clamp(max=self._after.shape[1] - 1)
         return self._shaped(self._after[:, last] + (row - last) + begin)
 

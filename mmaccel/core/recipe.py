@@ -121,7 +121,7 @@ def saved_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> 
         return Recipe.load({**saved, "kv": kv})
     except RecipeError as error:
         raise ModelError(
-            f"{where} was saved with kv {shown(kv, 200)}, and its recipe cannot be opened: {error}"
+            f"{where} was saved with kv {shown(kv, 120)}, and its recipe cannot be opened: {error}"
         ) from error
     finally:
         QUIET.reset(token)

@@ -63,6 +63,10 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         for sequence in begun:
             sequence.end()
     unread = [row["input_ids"] for row, _ in sequences[len(begun) :]]
+    if unread:
+        message = f"max_time: the time ran out before {len(unread)} of {len(sequences)} prompts were read"
+        attachment.owner.attention.meter.note(message)
+        warn(f"{message}, which have no new token; give more seconds.")
     return _outputs(attachment, begun, unread, attachment.asked("use_cache", kwargs))
 
 

@@ -160,6 +160,8 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         kwargs["past_key_values"] = attachment.cache()
     meter = attachment.owner.attention.meter
     meter.begin(attachment.owner.view.device)
+    if streams:
+        attachment.owner.forget()
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
     if chunk := attachment.asked("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None

@@ -116,7 +116,7 @@ class PromptModel(StreamPasses, StreamModel):
         before = layout.segment[0][(layout.modality[0] == VIDEO) & (layout.segment[0] < self._video)]
         number = before.unique().numel()
         for name, sizes in self.family.shares(given, VIDEO).items():
-            begin, whole = sum(sizes[:number]), given[name]
+            begin, whole = sum(sizes[:number]), torch.as_tensor(given[name])
             own[name] = whole[begin : begin + sizes[number]]
             if len(sizes) > 1:
                 others[name] = torch.cat([whole[:begin], whole[begin + sizes[number] :]]).to(self.device)
@@ -212,7 +212,7 @@ class PromptRunner(Runner):
             self._state = state = live.state
             self._positions = live.stream.places.limit
             self._open.callback(live.close)
-            owner.opened(state, self)
+            self._open.callback(owner.opened(state, self))
             try:
                 ingest = owner.recipe.kv.ingests  # type: ignore[attr-defined]
                 live.take(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
@@ -262,6 +262,8 @@ class PromptRunner(Runner):
             self.counters = state.counters()
             self._attachment.owner.closed(state, self.counters)
         self._open.close()
+        # The call keeps this runner until its last prompt has an answer, and is to keep one memory at a time.
+        self._question = None
 
     def truncate(self, length: int) -> None:
         self._at_work().truncate(length)

@@ -202,7 +202,7 @@ class Qwen25VL(Family):
         skinny = {
             "input_ids": ids,
             "video_grid_thw": torch.tensor([[units, merge, merge]], device=ids.device),
-            "mm_token_type_ids": torch.full_like(ids, 2),
+            "mm_token_type_ids": None if inputs.get("mm_token_type_ids") is None else torch.full_like(ids, 2),
             "second_per_grid_ts": inputs.get("second_per_grid_ts"),
         }
         time = self.positions(model, skinny)[0, 0]

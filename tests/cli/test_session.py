@@ -240,7 +240,6 @@ def test_typed_questions_are_answered(
     ("options", "match"),
     [
         (("--recipe", "rekw"), "rekv"),
-        (("--recipe", "a_shape"), "set sparse to 'dense'"),
         (("--load", "nowhere"), "nowhere is not a saved session"),
         (("--load", "nowhere", "--recipe", "rekv"), "leave --recipe or --load out"),
         (("--fps", "0"), "must be a positive number"),

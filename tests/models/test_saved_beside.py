@@ -15,7 +15,7 @@ import pytest
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.streams import session_io
+from mmaccel.core.streams import saved_stream, session_io
 from tests.models.streams import FPS, film
 from tests.models.test_session_faults import begun
 
@@ -95,15 +95,16 @@ def test_a_disk_that_fails_while_it_syncs_leaves_the_former_session(
 
 
 def while_it_loads(monkeypatch: pytest.MonkeyPatch, place: str, work: Callable[[], None]) -> None:
-    """Do `work` when a load first reaches `place` of the module `session_io`."""
-    inner, left = getattr(session_io, place), [work]
+    """Do `work` when a load first reaches `place` of the modules that read a session."""
+    module = session_io if hasattr(session_io, place) else saved_stream
+    inner, left = getattr(module, place), [work]
 
     def meanwhile(*given: Any) -> Any:
         if left:
             left.pop()()
         return inner(*given)
 
-    monkeypatch.setattr(session_io, place, meanwhile)
+    monkeypatch.setattr(module, place, meanwhile)
 
 
 @pytest.mark.parametrize("kv", ["recent", "mosaic"])

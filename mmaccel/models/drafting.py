@@ -34,8 +34,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     """Run the model's own `generate` up to its decoding loop, and there our own; one beam.
 
     The sequences of a batch, or the several of one prompt, are prepared one after the other, without their padding, and
-    decoded in `lockstep`, each as it would be alone, with a cache of its own (so that no `past_key_values` come back). Where
-    tokens are drawn each has random numbers of its own, seeded from torch's: they do not depend on the other sequences.
+    decoded in `lockstep`, each as it would be alone, with its own cache and random numbers (no `past_key_values` come back).
     What follows an answer's end is the padding token, 0 where the model has none.
     """
     _read_stop_strings(attachment, kwargs)
@@ -47,8 +46,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
                 seconds = attachment.time_left()
                 row = row if seconds is None else {**row, "max_time": seconds}
                 begun.append(_Sequence(attachment, row, generator))
-                if not attachment.owner.recipe.kv.sequences:
-                    # One stream after the other, so that no more than one memory is there.
+                if not attachment.owner.recipe.kv.sequences:  # one memory of a stream after the other
                     lockstep([begun[-1].decoding])
                     begun[-1].end()
         except Ended:
@@ -63,10 +61,8 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         for sequence in begun:
             sequence.end()
     unread = [row["input_ids"] for row, _ in sequences[len(begun) :]]
-    if unread:
-        message = f"max_time: the time ran out before {len(unread)} of {len(sequences)} prompts were read"
-        attachment.owner.attention.meter.note(message)
-        warn(f"{message}, which have no new token; give more seconds.")
+    if count := len(unread):
+        warn(f"max_time: {count} of {len(sequences)} prompts were not read in time; give more seconds.")
     return _outputs(attachment, begun, unread, attachment.asked("use_cache", kwargs))
 
 

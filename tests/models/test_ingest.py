@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.errors import MmaccelWarning, RecipeError
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.registry import registry
+from mmaccel.policies.kv._ingest import IngestState
 from tests.models.streams import CLUSTERS, FPS, QUESTION, film, logits, open_session, pair, plain, said
 
 EQUAL = 1e-5
@@ -81,7 +82,7 @@ def test_live_frames_go_on_under_the_window(kv: str, name: str = "random-ov") ->
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic retrieving", "recent"])
 def test_frames_see_no_further_than_they_are_told_to(kv: str, name: str = "random-ov") -> None:
-    """By `ingest_frames` as long as a pass, passes see themselves and what they retrieve; that differs from all."""
+    """Of `ingest_frames` frames and of what is retrieved: that differs from all."""
     fields = {**ROOMY[kv], "ingest_frames": 8}
     with open_session(name, fields, chunk=64) as session, open_session(name, "full") as whole:
         for one in (session, whole):
@@ -203,3 +204,28 @@ def test_a_memory_that_does_not_ingest_says_so(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(type(session._kv), "ingests", False)
         with pytest.raises(RecipeError, match=r"kv 'rekv' does not ingest .*; use watch\."):
             session.ingest(film(3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frame_sees_at_least_what_it_would_under_the_window(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the borders of passes too; and a question in the midst of an ingestion is refused."""
+    passes: list[tuple[int, int]] = []
+    took = IngestState._took
+
+    def noted(self: IngestState, held: Any, stream_pass: Any) -> None:
+        passes.append((stream_pass.first, self._first))
+        took(self, held, stream_pass)
+
+    monkeypatch.setattr(IngestState, "_took", noted)
+    with open_session(name, {"name": "recent", "window": 8, "local": 4, "ingest_frames": 12}) as session:
+
+        def ask(done: int, total: int | None) -> None:
+            with pytest.raises(ModelError, match="a video is being ingested; ask when that call has ended"):
+                session.ask(QUESTION, 2)
+
+        session.ingest(film(FRAMES), fps=FPS, progress=ask)
+        window = session._live.state.window
+    assert len(passes) > 1
+    assert all(unit - first >= min(window - 1, unit) for unit, first in passes)

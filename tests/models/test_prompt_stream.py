@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,10 +12,13 @@ import torch
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.attach import Accelerated
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.core.streams.stream_runner import StreamRunner
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, open_session, pair
 from tests.models.streams import logits as session_logits
+from tests.models.tiny_random import BUILD, batch
+from tests.models.tiny_random import prompt as random_prompt
 
 ROOM = {name: kv for name, kv in every_stream().items() if name not in ("full", "window")}
 TIGHT = {name: kv for name, kv in every_stream(4, 4).items() if name in ROOM}
@@ -173,3 +178,21 @@ def test_drafts_act_and_change_nothing(kv: str) -> None:
             told = fast.report().draft
         assert torch.equal(ids[:, inputs["input_ids"].shape[1] :], want), name
         assert told["failed"] is None and told["rounds"] > 0 and told["accepted"] > 0, name
+
+
+@pytest.mark.parametrize("kv", ["mosaic", "recent", "livevlm"])
+def test_a_batch_holds_one_memory_at_a_time(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = BUILD["llava"]()
+    prompts = [random_prompt("llava", [("text", 6), ("video", 12), ("text", 9)], seed) for seed in range(3)]
+    opened, states = Accelerated.opened, list[weakref.ref[Any]]()
+
+    def noted(self: Accelerated, state: Any, holder: object) -> Any:
+        gc.collect()
+        assert [one for one in states if one() is not None] == []
+        states.append(weakref.ref(state))
+        return opened(self, state, holder)
+
+    monkeypatch.setattr(Accelerated, "opened", noted)
+    with mmaccel.accelerate(model, kv=TIGHT[kv]):
+        model.generate(**batch("llava", prompts), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert len(states) == 3

@@ -133,7 +133,8 @@ def test_jobs_change_no_figure(random_folder: Callable[[str], Path]) -> None:
     for one, same in zip(alone[:-1], together[:-1], strict=True):
         assert one.value is not None and same.value is not None
         assert replace(same, value=round(same.value, 9)) == replace(one, value=round(one.value, 9))
-    assert ("V-NIAH 128", 4, 4) in told and told[-1][1:] == (2, 2)
+    # Which process is heard last depends on the machine.
+    assert told[-1] in {("V-NIAH 128", 4, 4), ("caption 128", 2, 2)} <= set(told)
 
 
 def test_merged_lines_weigh_answers() -> None:

@@ -24,6 +24,7 @@ from mmaccel.core.prefill.plan import (
     KeySpan,
     Part,
     check_sizes,
+    numbered,
     pad_rows,
     span_by_range,
     span_from_table,
@@ -305,6 +306,18 @@ def test_tracing_leaves_nothing_of_its_own_in_a_plan() -> None:
 
     make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(query, key)
     assert type(run(query, key)) is Tensor
+
+
+def test_two_runs_of_heads_are_two_constants_of_one_graph() -> None:
+    here = torch.device("cpu")
+
+    def both(x: Tensor) -> Tensor:
+        return x[numbered((0, 1), here)] - x[numbered((2, 3), here)]
+
+    x = torch.arange(4.0)
+    assert (
+        torch.compile(both, fullgraph=True, backend="aot_eager")(x).tolist() == both(x).tolist() == [-2, -2]
+    )
 
 
 def test_a_key_may_be_biased_away() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,6 @@ from mmaccel.backends.ops.block_attend import KeySpan as KeySpan
 from mmaccel.backends.ops.block_attend import Part as Part
 from mmaccel.backends.ops.block_attend import remember as remember
 from mmaccel.backends.ops.block_lists import edges, listed_area, narrowed, packed, reach
-from mmaccel.backends.ops.operator import constant
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 
@@ -36,11 +36,18 @@ FAR = 2**31 - 1
 """The upper end of an open range."""
 
 
-@constant
 def numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """`heads` as an index on `device`, made once: indexing with a list sends it there each time, and waits for it."""
-    with torch.inference_mode(False):
-        return torch.tensor(heads, device=device)
+    """`heads` as an index on `device`, made once: indexing with a list sends it there each time, and waits for it.
+
+    In a graph that torch.compile traces it is a constant of the graph: two tensors from one cached function would be one.
+    """
+    return torch.tensor(heads, device=device) if torch.compiler.is_compiling() else _numbered(heads, device)
+
+
+@lru_cache(256)
+@torch.inference_mode(False)
+def _numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(heads, device=device)
 
 
 class HeadRun(NamedTuple):

@@ -138,11 +138,14 @@ class Keeper:
         self._told, self._saved = False, 0
         self.shift: float | None = None if point is None else point.shift
 
+    def is_due(self) -> bool:
+        """Whether it is time to save."""
+        wait = max(self._every, 10 * self._cost)
+        return self._folder is not None and self._every > 0 and time.monotonic() - self._last >= wait
+
     def now_and_then(self) -> None:
         """Save when it is time. A save that fails prints a line, and is tried again later."""
-        if self._folder is None or not self._every:
-            return
-        if time.monotonic() - self._last < max(self._every, 10 * self._cost):
+        if not self.is_due():
             return
         begun = time.monotonic()
         try:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +61,32 @@ def shielded() -> Iterator[None]:
         _signal.shields -= 1
     if _signal.waits and not _signal.shields:
         _signal.waits = False
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM wait until the code inside has ended, which can ask what is given whether one came; a second Ctrl-C
+    acts at once. A handler of the caller's own stays."""
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        with shielded():
+            yield lambda: came or _signal.waits
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
         raise KeyboardInterrupt
 
 

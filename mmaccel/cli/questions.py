@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -15,6 +16,10 @@ from mmaccel.cli.console import cut_short, many, number, remark
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.files import outside
+from mmaccel.core.report import Report, counted, share
+
+if TYPE_CHECKING:
+    from mmaccel.media import Video
 
 INPUT = "-"
 """In the place of a question: those on standard input."""
@@ -32,6 +37,8 @@ attention from layer to layer (`Evidence.score`); blank where the memory does no
 
 Asked = tuple[float | None, str]
 """A question, and the seconds after which it is asked; None: at the end."""
+Piece = tuple["Video | None", list[Asked]]
+"""Frames, if any, and the questions that are due after them."""
 
 
 def parsed(text: str, source: str = "--question") -> Asked:
@@ -84,6 +91,22 @@ def piped(given: Sequence[str]) -> list[Asked]:
     questions = many(len(found), "question")
     remark(f"{questions} from standard input: {timed} at a time, {len(found) - timed} at the end.")
     return found
+
+
+def cut(part: Video, asked: list[Asked]) -> Iterator[Piece]:
+    """A clip in pieces, each with the questions that are due after its last frame; these are taken from `asked`."""
+    times, start = part.clock.tolist(), 0
+    while start < len(part):
+        when = asked[0][0] if asked else None
+        stop = len(part) if when is None else sum(moment <= when for moment in times)
+        # A question whose time has passed between two clips is due before this one.
+        piece = part.cut(start, stop) if stop > start else None
+        due: list[Asked] = []
+        if stop < len(part):
+            while asked and asked[0][0] is not None and asked[0][0] < times[stop]:
+                due.append(asked.pop(0))
+        yield piece, due
+        start = max(start, stop)
 
 
 class Typed:
@@ -142,3 +165,20 @@ def below(answer: Answer, moments: int) -> list[str]:
         lines.append("these were seen; which of them the answer rests on this memory does not tell")
     lines.append(f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}")
     return [line for line in lines if line]
+
+
+def acted(report: Report) -> list[str]:
+    """What people read of the parts of a session's recipe: how far frames saw, what the pattern kept, what was drafted."""
+    parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
+    if seen is not None:
+        parts.append(f"each frame saw {seen:.0%} of those before it")
+    if report.kept is not None:
+        parts.append(f"attention kept {share(report.kept)} ({counted(report.heads())})")
+    if draft["rounds"]:
+        rounds = many(draft["rounds"], "round")
+        parts.append(
+            f"the last answer's draft: {draft['accepted']} of {draft['proposed']} accepted in {rounds}"
+        )
+    elif draft["failed"]:
+        parts.append(f"nothing was drafted: {draft['failed']}")
+    return [*(["; ".join(parts)] if parts else []), *draft["notes"], *report.notes]

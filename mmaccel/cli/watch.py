@@ -1,4 +1,4 @@
-"""`mmaccel watch`: take in a video as it comes, and answer questions in between."""
+"""`mmaccel watch`: take in a stored video whole, or one that comes, and answer questions in between."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Longest, Model
 from mmaccel.cli.console import bars, counter, many, out, print_json, remark, say, sentence
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, point_of
-from mmaccel.cli.program import INTERRUPTED, shielded
-from mmaccel.cli.questions import INPUT, Asked, Typed, below, evidence_table, parsed, piped
+from mmaccel.cli.program import INTERRUPTED, shielded, stopping
+from mmaccel.cli.questions import INPUT, Asked, Piece, Typed, acted, below, cut, evidence_table, parsed, piped
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
+from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, recipe_of, writable
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from mmaccel.media import Video
 
 RECIPE = "mosaic"
+LIVE, STORED = 16, 64
+"""Frames taken in at a time, of a source that comes and of a stored video."""
 
 
 def watch(
@@ -42,7 +45,12 @@ def watch(
     ] = None,
     load: Annotated[Path | None, Option(help="Go on from a saved session.")] = None,
     save: Annotated[Path | None, Option(help="Save the session to this folder.")] = None,
-    clip: Annotated[int, Option(min=1, help="Frames taken in at a time.")] = 16,
+    clip: Annotated[
+        int | None, Option(min=1, help=f"Frames taken in at a time ({LIVE}; of a stored video {STORED}).")
+    ] = None,
+    live: Annotated[
+        bool, Option("--live", help="Watch a file as what a camera sends: each frame sees the window alone.")
+    ] = False,
     follow: Annotated[bool, Option("--follow", help="The file is still being written.")] = False,
     format: Annotated[str | None, Option(help="Of a device, such as v4l2.")] = None,
     timeout: Annotated[
@@ -68,6 +76,10 @@ def watch(
 ) -> None:
     """Watch a video and answer questions on what was seen so far, and on which frames the answers rest.
 
+    A file is taken in as a stored video: each frame sees all before it, under the recipe's pattern. A question with a
+    time, and a save, end that: later frames see the window, and what was taken in after it. A camera, a URL and a
+    file with --follow or --live are watched as they come.
+
     On a terminal, questions are typed while it watches; Ctrl-D ends them, Ctrl-C or SIGTERM ends the watching. From a
     pipe or a file on standard input they are read first, one a line, unless --question gives them.
 
@@ -88,21 +100,23 @@ def watch(
         chosen = choices.memory(recipe or RECIPE) if load is None else recipe_of(load)
         processor = choices.processor(model)
         clips: Iterator[Video] = iter(())
-        reading, point, broken = None, None, list[VideoError]()
+        reading, point, broken, stored = None, None, list[VideoError](), False
         if video is not None:
             # What is live runs away while a model is loaded, and cannot be gone on with.
-            live = format is not None or is_url(video)
-            if not live and os.path.isfile(video):
+            comes = format is not None or is_url(video)
+            if not comes and os.path.isfile(video):
                 size = None if follow else os.path.getsize(video)
                 reading = Reading(os.path.abspath(video), size, fps, gaps)
                 point = point_of(load, reading) if load is not None else None
+                stored = not (live or follow) and isinstance(kv := chosen.kv, StreamPolicy) and kv.ingests
             how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format, "gaps": gaps}
             start = 0.0 if point is None else point.until
             if point is None or not point.whole:
-                clips = media.clips(video, fps=fps, frames_per_clip=clip, start=start, **how)
+                count = clip or (STORED if stored else LIVE)
+                clips = media.clips(video, fps=fps, frames_per_clip=count, start=start, **how)
             # Of a camera, or of a file that grows, the rate is a guess.
             clips = sound(clips, video, fps, broken, guess=follow or format is not None, quiet=as_json)
-            if not live and not follow:
+            if not comes and not follow:
                 # Opened before a model is loaded.
                 clips = chain([one for one in [next(clips, None)] if one is not None], clips)
         asked += piped(question or [])
@@ -127,12 +141,12 @@ def watch(
         work = Watching(session, asked, fps, max_new_tokens, evidence, as_json)
         try:
             with bars() as progress:
-                seen = counter(progress, "watch", "frames")
-                for part in clips:
-                    if keeper.shift is None:
-                        keeper.shift = work.shift(part)
-                    work.take(replace(part, clock=part.clock + keeper.shift), seen)
-                    keeper.now_and_then()
+                seen = counter(progress, "ingest" if stored else "watch", "frames")
+                pieces = work.pieces(clips, keeper)
+                for piece in pieces:
+                    work.take(piece, pieces if stored else None, seen, keeper.is_due)
+                    if piece[0] is not None:
+                        keeper.now_and_then()
                     for text in typed.read():
                         work.ask(text)
             # What was seen before a stall or a fault is asked about all the same.
@@ -160,6 +174,7 @@ def watch(
         ended = "error" if failed else "end"
         if broken:
             ended = "stall" if isinstance(broken[0].__cause__, VideoStalled) else "fault"
+        report = session.report()
         facts: dict[str, Any] = {
             "video": video,
             "model": model,
@@ -168,6 +183,12 @@ def watch(
             "seconds": session.seconds,
             "began": work.begin,
             "counters": session.counters(),
+            "kept": report.kept,
+            "heads": dict(report.heads()),
+            "draft": {
+                name: report.draft[name] for name in ("rounds", "proposed", "accepted", "failed", "notes")
+            },
+            "notes": list(report.notes),
             "saved": str(save) if kept else None,
             "complete": not stopped and not failed,
             "ended": "stopped" if stopped else ended,
@@ -186,6 +207,8 @@ def watch(
         if left:
             named = (f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
             remark(f"not answered: {', '.join(named)}")
+        for line in acted(report):
+            remark(line)
         if not failed:
             closing = f"{'stopped after' if stopped else 'watched'} {frames}, {facts['seconds']:.0f} s"
             closing += "; the source is over" if follow and not stopped else ""
@@ -227,15 +250,45 @@ class Watching:
         start = float(first.clock[0])
         return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
 
-    def take(self, part: Video, seen: Callable[[int, int | None], None]) -> None:
-        """Take in a clip, and answer each question after the last frame of its time."""
-        for one in part.events:
-            self.uneven.add(one.kind, one.time, one.seconds)
-        for piece, due in cut(part, self.asked):
-            if piece is not None:
-                self._session.watch(piece)
-            seen(len(self._session), None)
-            self.answer(due)
+    def pieces(self, clips: Iterator[Video], keeper: Keeper) -> Iterator[Piece]:
+        """The clips on the session's clock, cut behind the last frame of a question's time."""
+        for part in clips:
+            if keeper.shift is None:
+                keeper.shift = self.shift(part)
+            for one in part.events:
+                self.uneven.add(one.kind, one.time, one.seconds)
+            yield from cut(replace(part, clock=part.clock + keeper.shift), self.asked)
+
+    def take(
+        self,
+        piece: Piece,
+        rest: Iterator[Piece] | None,
+        seen: Callable[[int, int | None], None],
+        pause: Callable[[], bool],
+    ) -> None:
+        """Take in a piece, and answer the questions that are due. With the `rest` of a stored video it is ingested, and all
+        that follows it up to a question's time, to where `pause` says so, or to a stop."""
+        frames, due = piece
+        before = len(self._session)
+        if frames is not None and rest is None:
+            self._session.watch(frames)
+        elif frames is not None and rest is not None:
+            due = []
+            with stopping() as stopped:
+
+                def film(rest: Iterator[Piece]) -> Iterator[Video]:
+                    for frames, asked in chain([piece], rest):
+                        if stopped():
+                            return
+                        if frames is not None:
+                            yield frames
+                        due.extend(asked)
+                        if asked or pause():
+                            return
+
+                self._session.ingest(film(rest), progress=lambda done, _: seen(before + done, None))
+        seen(len(self._session), None)
+        self.answer(due)
 
     def answer(self, due: list[Asked], last: bool = False) -> None:
         """Answer questions that are due, or the `last` ones; says where a time lies outside of what was watched."""
@@ -290,22 +343,6 @@ class Watching:
 def in_words(error: Exception) -> str:
     """An error in a sentence; what nobody foresaw by its name."""
     return sentence(error) or f"{type(error).__name__}: {error}"
-
-
-def cut(part: Video, asked: list[Asked]) -> Iterator[tuple[Video | None, list[Asked]]]:
-    """A clip in pieces, each with the questions that are due after its last frame; these are taken from `asked`."""
-    times, start = part.clock.tolist(), 0
-    while start < len(part):
-        when = asked[0][0] if asked else None
-        stop = len(part) if when is None else sum(moment <= when for moment in times)
-        # A question whose time has passed between two clips is due before this one.
-        piece = part.cut(start, stop) if stop > start else None
-        due: list[Asked] = []
-        if stop < len(part):
-            while asked and asked[0][0] is not None and asked[0][0] < times[stop]:
-                due.append(asked.pop(0))
-        yield piece, due
-        start = max(start, stop)
 
 
 def sound(

@@ -138,7 +138,7 @@ class StreamAdapter(StreamModel):
     def clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
-        """`video` (frames, a `Video`, a clip, a path) as frames a session takes in; a path is read at `fps`, in pieces.
+        """`video` (frames, a `Video`, an iterator of such, a path) as frames a session takes in; a path is read in pieces.
 
         `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError` in one
         sentence.

@@ -186,12 +186,16 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):
     def clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
-        """The clips of a path, as they come, or the one clip of what is no path. `fps` is the rate at which a path is read
-        (0.5), and the rate of frames without times; `check` is called while frames are awaited, and may raise."""
+        """The clips of a path or of an iterator of `media.Video`, as they come, or the one clip of what is neither. `fps` is
+        the rate at which a path is read (0.5), and the rate of frames without times; `check` is called while frames are
+        awaited, and may raise."""
         from mmaccel.media import Video, clips
         from mmaccel.media.preprocess import as_frames
 
-        if isinstance(video, str | os.PathLike):
+        if isinstance(video, Iterator):
+            for one in video:
+                yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
+        elif isinstance(video, str | os.PathLike):
             rate = READ_FPS if fps is None else fps
             read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
             with closing(read):

@@ -64,7 +64,7 @@ def test_half_an_hour(model: str, half_an_hour: tuple[World, Path], call: Call, 
     (tmp_path / "recipe.yaml").write_text(f"kv: {KV}")
     asked = [part for one in questions for part in ("--question", one.text)]
     status, out, err = call(
-        "watch", film, "--model", model, "--recipe", tmp_path / "recipe.yaml", "--json", "--max-new-tokens", 8,
+        "watch", film, "--model", model, "--recipe", tmp_path / "recipe.yaml", "--json", "--max-new-tokens", 8, "--live",
         "--save", tmp_path / "saved", *asked, "--device", "cpu",
     )  # fmt: skip
     assert status == 0, err

@@ -145,7 +145,7 @@ def test_another_reading_of_the_file_begins_at_its_beginning(
     with monkeypatch.context() as broken:
         broken.setattr(f"{__name__}.Killed", KeyboardInterrupt)
         killed_after(1, broken)
-        call(*base, "--recipe", "recent", "--fps", 1, "--clip", 5, "--save", tmp_path / "s")
+        call(*base, "--recipe", "recent", "--fps", 1, "--clip", 5, "--live", "--save", tmp_path / "s")
     status, out, err = call(*base, "--fps", 2, "--load", tmp_path / "s")
     assert status == 0 and json.loads(out)["frames"] == 5 + 45
     assert err == (
@@ -331,7 +331,7 @@ def test_an_error_that_nobody_foresaw_loses_nothing(
 
     monkeypatch.setattr(VideoSession, "watch", watch)
     words = ("watch", slides, "--model", ov, "--recipe", "recent", "--fps", 1, "--clip", 5, "--json")
-    words += ("--question", "what ?@3", "--max-new-tokens", 1, "--save", tmp_path / "s")
+    words += ("--question", "what ?@3", "--max-new-tokens", 1, "--live", "--save", tmp_path / "s")
     with pytest.raises(RuntimeError, match="a bug"):
         main([str(one) for one in words])
     told = json.loads(capsys.readouterr().out)

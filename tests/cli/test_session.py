@@ -254,8 +254,9 @@ def test_errors_are_one_sentence(
     assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and match in err
 
 
+@pytest.mark.parametrize("live", [(), ("--live",)], ids=["stored", "live"])
 @pytest.mark.parametrize(
-    ("stop", "status"), [(KeyboardInterrupt(), 130), (None, 143), (VideoError("it is silent."), 2)]
+    ("stop", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (VideoError("it is silent."), 2)]
 )
 def test_a_stop_keeps_what_was_seen(
     call: Call,
@@ -263,26 +264,34 @@ def test_a_stop_keeps_what_was_seen(
     ov: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    stop: BaseException | None,
+    stop: BaseException | signal.Signals,
     status: int,
+    live: tuple[str, ...],
 ) -> None:
     from mmaccel import media
 
     inner = media.clips
+    # Where the tests run in the background of a shell interrupts are ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def broken(*args: object, **kwargs: object) -> object:
         for number, part in enumerate(inner(*args, **kwargs)):  # type: ignore[arg-type]
-            if number == 2 and stop is not None:
+            if number == 2 and isinstance(stop, BaseException):
                 raise stop
             if number == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(5)
+                os.kill(os.getpid(), stop)
+                time.sleep(0.5)
             yield part
 
     monkeypatch.setattr(media, "clips", broken)
-    found, out, err = call(
-        "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 1, "--clip", 4, "--save", tmp_path / "s", "--json"
-    )  # fmt: skip
+    try:
+        found, out, err = call(
+            "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 1, "--clip", 4, "--save", tmp_path / "s",
+            "--json", *live,
+        )  # fmt: skip
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert found == status
     if status != 2:
         assert json.loads(out)["complete"] is False and json.loads(out)["frames"] == 8
@@ -322,6 +331,7 @@ def test_answers_given_are_not_lost_when_it_ends_early(
     base = (
         "watch", clip, "--model", ov, "--recipe", tmp_path / "cap.yaml", "--fps", 1, "--clip", 8, "--max-new-tokens", 2,
         "--save", tmp_path / "s", *(part for text in asked for part in ("--question", text)),
+        *(["--live"] if "stopped" in stop else []),
     )  # fmt: skip
     status, out, err = call(*base, "--json")
     told = json.loads(out)

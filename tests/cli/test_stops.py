@@ -312,7 +312,7 @@ def test_a_watch_stopped_early_says_that_nothing_is_saved(
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25)
     if when == "the model loads again":
         assert call(*base, "--save", place)[0] == 0
-    early = (choices, "load") if "loads" in when else (VideoSession, "watch")
+    early = (choices, "load") if "loads" in when else (VideoSession, "ingest")
     monkeypatch.setattr(*early, lambda *_, **__: stop())
     status, out, err = call(*base, "--save", place)
     told = {
@@ -341,7 +341,7 @@ def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
 
     monkeypatch.setattr(session_io, "save", save)
     monkeypatch.setattr("mmaccel.cli.journal.Keeper.now_and_then", lambda keeper: keeper.save(False))
-    base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--clip", 4)
+    base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--clip", 4, "--live")
     status, _, err = call(*base, "--save", tmp_path / "s")
     told = f"the first 4 frames are saved to {tmp_path / 's'}, the rest is not"
     told = told if saves else f"nothing was saved to {tmp_path / 's'}"

@@ -35,19 +35,12 @@ from mmaccel.core.layout import TokenLayout
 FAR = 2**31 - 1
 """The upper end of an open range."""
 
+_put = lru_cache(256)(torch.inference_mode(False)(torch.tensor))
+
 
 def numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """`heads` as an index on `device`, made once: indexing with a list sends it there each time, and waits for it.
-
-    In a graph that torch.compile traces it is a constant of the graph: two tensors from one cached function would be one.
-    """
-    return torch.tensor(heads, device=device) if torch.compiler.is_compiling() else _numbered(heads, device)
-
-
-@lru_cache(256)
-@torch.inference_mode(False)
-def _numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(heads, device=device)
+    """`heads` as an index on `device`, sent there once. Traced, it is a constant: a cached one would be one for all."""
+    return torch.tensor(heads, device=device) if torch.compiler.is_compiling() else _put(heads, device=device)
 
 
 class HeadRun(NamedTuple):

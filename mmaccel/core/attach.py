@@ -46,12 +46,13 @@ class Clip:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Tokens [n] that follow the video and its marks, and their input embeddings [n, E]; ``words[0] .. words[1]`` of them
-    are the user's own."""
+    """Tokens [n] after the video and its marks, and their input embeddings [n, E]; ``words[0] .. words[1]`` of them are the
+    user's own, and none from `visual` on stands for an image or a video."""
 
     ids: Tensor
     words: tuple[int, int]
     embeds: Tensor
+    visual: int = 0
 
 
 class StreamModel(ABC):
@@ -344,17 +345,17 @@ def fitted(recipe: Recipe, view: ModelView) -> Recipe:
     draft that is not there or does not fit.
     """
     check_sequences(recipe)
-    recipe, depth = _bound(recipe, view), view.geometry.layers
-    for pruner in (recipe.prune, recipe.draft.pruner):
-        if pruner is not None:
-            checked_stages(pruner, depth)
+    recipe = _bound(recipe, view)
     recipe.draft.check(view)
     return recipe
 
 
 def _bound(recipe: Recipe, view: ModelView) -> Recipe:
-    """A recipe whose pattern serves a model; raises `RecipeError` for one that cannot, or for layers that it lacks."""
+    """A recipe whose pattern and pruners serve a model; raises `RecipeError` for one that cannot, or for layers it lacks."""
     bound, depth = recipe.sparse.bind(view), view.geometry.layers
+    for pruner in (recipe.prune, recipe.draft.pruner):
+        if pruner is not None:
+            checked_stages(pruner, depth)
     wrong = [n for n in recipe.dense_layers if n >= depth]
     if wrong:
         raise RecipeError(
@@ -364,14 +365,13 @@ def _bound(recipe: Recipe, view: ModelView) -> Recipe:
 
 
 def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
-    """What the layers of a session follow under `recipe`; raises `RecipeError` as `fitted` does for its pattern."""
-    if recipe.sparse.dense:
-        why = "a stream's memory decides what is seen, and no pattern is planned"
-        choice = select.Choice(select.choose(adapter.device), why)
-        return replace(adapter.attention, backend=choice.backend, choice=choice)
+    """What the layers of a session follow under `recipe`; raises `RecipeError` as `fitted` does for pattern and pruner."""
     recipe = _bound(recipe, adapter.view)
-    choice = choose_backend(recipe, adapter.view)
-    kernel, windows = select.get(choice.backend, adapter.device), adapter.attention.kernel
+    if recipe.sparse.dense:
+        choice = select.Choice(select.choose(adapter.device), "a memory of streams decides what is seen")
+        return replace(adapter.attention, recipe=recipe, backend=choice.backend, choice=choice)
+    choice, windows = choose_backend(recipe, adapter.view), adapter.attention.kernel
+    kernel = select.get(choice.backend, adapter.device)
     return AttentionConfig(recipe, choice.backend, kernel, choice=choice, windows=windows)
 
 

@@ -161,12 +161,9 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
             f"prune {prune.name!r} chooses what a draft sees; give it to the draft, for example as {{draft: {{name: "
             f"{drafts[0]}, prune: {prune.name}}}}}, or choose one for the target."
         )
-    if not (recipe.kv.exact and recipe.kv.sequences):
-        raise RecipeError(
-            f"prune {prune.name!r} needs a memory that keeps what it is given, whose class says exact = True and "
-            f"sequences = True, and kv {recipe.kv.name!r} is none; set kv to {DEFAULTS['kv']!r}."
-        )
-    if prune.stage == "layer" and recipe.chunk is not None:
+    if not recipe.kv.sequences:
+        _check_recalled(recipe.kv, prune)
+    elif prune.stage == "layer" and recipe.chunk is not None:
         raise RecipeError(
             f"prune {prune.name!r} ranks the video by what comes after it and runs the prompt whole; set chunk to null."
         )
@@ -179,6 +176,21 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
         raise RecipeError(
             f"prune {prune.name!r} chooses what each decoded token sees by the one before it, so no window can be "
             f"verified at once; set its forget to 0, or draft to {DEFAULTS['draft']!r}."
+        )
+
+
+def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
+    """Raise `RecipeError` for a pruner that has no part in what a question on a stream recalls."""
+    if prune.on_stream() is None:
+        raise RecipeError(
+            f"prune {prune.name!r} works on the states of a whole prompt, and kv {kv.name!r} has keys and values of a video "
+            f"that was read before the question; choose one that acts on these, such as fastv, or set kv to "
+            f"{DEFAULTS['kv']!r}."
+        )
+    if prune.compact:
+        raise RecipeError(
+            f"prune {prune.name!r} has compact = True, and kv {kv.name!r} decides where recalled tokens stand; set compact "
+            "to False."
         )
 
 
@@ -213,7 +225,7 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
             f"say ingests = True; set sparse to {DEFAULTS['sparse']!r}."
         )
     if recipe.prune is not None:
-        raise RecipeError(f"prune {recipe.prune.name!r} has no part in a stream; leave prune out.")
+        _check_recalled(kv, recipe.prune)
     if draft.active and "memory" in draft.needs:
         raise RecipeError(
             f"draft {draft.name!r} drafts over the cache of a prompt that it saw being read, and a stream's video is read "

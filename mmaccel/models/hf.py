@@ -83,7 +83,7 @@ class Attachment(Attaching):
         hooks.attention(self.text.modules(), self.shared, ATTENTION)
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         by_parts(hooks, family, model)
-        if recipe.prune is not None:
+        if recipe.prune is not None and recipe.kv.sequences:
             self.pruning = Pruning(hooks, model, family, recipe.prune, self.depth)
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)
         if recipe.draft.pruner is not None:

@@ -64,7 +64,8 @@ class PromptModel(StreamPasses, StreamModel):
             pace = self.family.pace_of(self.model, own)
             seconds = 1.0 if pace is None else pace.unit / self.pace
         self.times = [number * seconds for number in range(len(self.frames))]
-        self._visual = bool((layout.modality[0, self._tail :] != TEXT).any())
+        visual = (layout.modality[0, self._tail :] != TEXT).nonzero()[:, 0]
+        self._visual = len(visual) > 0
         rest = torch.cat([ids[0, : self._head], ids[0, self._tail :]])
         if others:
             kinds = inputs.get("mm_token_type_ids")
@@ -77,7 +78,8 @@ class PromptModel(StreamPasses, StreamModel):
         tail = ids[0, self._tail :]
         text = (layout.modality[0, self._tail :] == TEXT).tolist()
         words = last_words(tail.tolist(), text, *markup_ids(self.model), int(ids[0, 0]))
-        self._question = Question(tail, words, self._rest[self._head :])
+        seen = int(visual[-1]) + 1 if self._visual else 0
+        self._question = Question(tail, words, self._rest[self._head :], seen)
 
     @property
     def _few(self) -> StreamSteps:  # type: ignore[override]
@@ -192,6 +194,7 @@ class PromptRunner(Runner):
         self._open = ExitStack()
         self._question: QuestionRunner | None = None
         self._state: StreamState | None = None
+        self._counted: Callable[[], dict[str, float]] = dict
         self._positions = 0
         self.counters: dict[str, float] = {}
 
@@ -209,7 +212,8 @@ class PromptRunner(Runner):
             prompt = PromptModel(attachment, self._home(unpadded(inputs)))
             owner.attention.meter.enter(inputs["input_ids"].shape[1], 0)
             live = StreamRunner.begin(prompt, owner.recipe.kv, chunk, prompt.frames, None, quiet=True)  # type: ignore[arg-type]
-            self._state = state = live.state
+            self._state, self._counted = live.state, live.counters
+            state = live.state
             self._positions = live.stream.places.limit
             self._open.callback(live.close)
             self._open.callback(owner.opened(state, self))
@@ -223,6 +227,8 @@ class PromptRunner(Runner):
             except BaseException:
                 self.settle()
                 raise
+            for note in self._question.meter.notes:
+                owner.attention.meter.note(note)
             return self._question.logits
 
     def _home(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +265,7 @@ class PromptRunner(Runner):
         """Close the memory; a second call does nothing."""
         state, self._state = self._state, None
         if state is not None:
-            self.counters = state.counters()
+            self.counters = self._counted()
             self._attachment.owner.closed(state, self.counters)
         self._open.close()
         # The call keeps this runner until its last prompt has an answer, and is to keep one memory at a time.

@@ -18,9 +18,19 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import ForwardPass
-from mmaccel.core.prefill.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
+from mmaccel.core.prefill.prune import (
+    Kept,
+    Signals,
+    Stage,
+    TokenPruner,
+    checked_columns,
+    observers,
+    paid,
+    tell_idle,
+    thin,
+)
 from mmaccel.models.install import Hooks, PromptHook
-from mmaccel.models.signals import VisionProbe, paid, tell_idle
+from mmaccel.models.signals import VisionProbe
 
 Go = Callable[[ForwardPass, dict[str, Any]], Any]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.layout import MODALITIES, TokenLayout
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.prefill.prune import (
@@ -24,6 +24,8 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     checked_columns,
     observers,
+    paid,
+    tell_idle,
     thin,
 )
 from mmaccel.models.install import Hooks, PromptHook
@@ -32,31 +34,10 @@ from mmaccel.models.prompt_layout import PIXELS, by_name
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
-    from mmaccel.core.report import Meter
 
 
 SCORES = 1 << 24
 """Attention scores of a vision tower that are held at a time, unless one frame has more."""
-
-
-def paid(query: Tensor, key: Tensor, at: Tensor, scale: float) -> Tensor:
-    """[n, N] float32: causal attention of queries [H, n, D], which stand in columns `at` [n], to keys [G, N, D]; the mean
-    over heads. The scores of one group of heads are held at a time."""
-    groups = key.shape[0]
-    later = torch.arange(key.shape[1], device=key.device)[None] > at[:, None]
-    total = torch.zeros(at.numel(), key.shape[1], device=key.device)
-    for rows, keys in zip(query.unflatten(0, (groups, -1)), key, strict=True):
-        scores = (rows.float() @ keys.float().T) * scale
-        total += scores.masked_fill(later, float("-inf")).softmax(-1).sum(0)
-    return total / query.shape[0]
-
-
-def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
-    """Warn, and note in the report, that `pruner` does nothing to this prompt."""
-    what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
-    sentence = f"prune {pruner.name!r} did nothing: the prompt has no {what}"
-    meter.note(sentence)
-    warn(f"{sentence}.")
 
 
 @dataclass(eq=False)

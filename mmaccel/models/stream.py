@@ -59,8 +59,9 @@ class StreamPasses:
         self.view = ModelView(model, family, adapter_for)
         self.pace = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
-        self.attention = AttentionConfig(Recipe(), "auto", kernel_for(self.device, self.dtype))
-        if attachment is not None and not attachment.owner.recipe.sparse.dense:
+        recipe = Recipe() if attachment is None else attachment.owner.recipe
+        self.attention = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
+        if not recipe.sparse.dense:
             self.attention = attachment.owner.attention
         self.text: Any = family.text(model)
         self._gate = gate_of(self.text)

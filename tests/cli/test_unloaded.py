@@ -16,7 +16,7 @@ EVALS = ("needle", "caption", "table", "haystack")
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a name": ((*ASK, "gird"), "did you mean 'grid'?"),
     "a field": ((*ASK, "FIELD"), "did you mean 'window'?"),
-    "a pair": ((*ASK, "PAIR"), "prune 'fastv' needs a memory that keeps"),
+    "a pair": ((*ASK, "PAIR"), "prune 'fastv' has compact = True"),
     "a backend": ((*ASK, "BACKEND"), "backend 'flash' cannot run on cpu"),
     "a table that is not shipped": ((*ASK, "searched"), "no table is shipped with this model"),
     "a layer that is not there": ((*ASK, "LAYER"), "there is no layer 40; the model has layers 0 to 2"),
@@ -29,14 +29,14 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "of captions": (
         ("caption", "CLIP", "--model", "OV", "--recipe", "PAIR", "--draft", "OV"),
-        "prune 'fastv' needs a memory",
+        "prune 'fastv' has compact = True",
     ),
-    "of the demo": (("demo", "--model", "OV", "--recipe", "PAIR"), "prune 'fastv' needs a memory"),
+    "of the demo": (("demo", "--model", "OV", "--recipe", "PAIR"), "prune 'fastv' has compact = True"),
     **{
-        f"of eval {name}": (("eval", name, "--model", "OV", "--recipe", "PAIR"), "and kv 'rekv' is none")
+        f"of eval {name}": (("eval", name, "--model", "OV", "--recipe", "PAIR"), "and kv 'rekv' decides where")
         for name in EVALS
     },
-    "of a stream": (("watch", "CLIP", "--model", "OV", "--recipe", "fastv"), "has no part in a stream"),
+    "of a stream": (("watch", "CLIP", "--model", "OV", "--recipe", "PAIR"), "prune 'fastv' has compact = True"),
     "a memory by no name": (
         ("watch", "CLIP", "--model", "OV", "--recipe", "gird"),
         "unknown memory of streams 'gird': there are full, livevlm, mosaic, no_cache, offload, recent, rekv,",
@@ -77,7 +77,7 @@ def test_it_is_told_unloaded(
     stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
     for file, text in (
         ("FIELD", "sparse: {name: a_shape, windw: 3}"),
-        ("PAIR", "prune: fastv\nkv: rekv"),
+        ("PAIR", "prune: {name: fastv, compact: true}\nkv: rekv"),
         ("BACKEND", "backend: flash"),
         ("LAYER", "dense_layers: [0, 40]"),
         ("PRUNE", "prune: {name: fastv, layer: 9}"),

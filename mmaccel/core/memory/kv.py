@@ -249,6 +249,8 @@ class StreamState(KVState):
 
     allows_branches: bool = False
     """Whether the rows of an answer may be a tree (`StreamPass.branches`), of which `accept` then keeps one path."""
+    recalls_alike: bool = False
+    """Whether all layers show a question the same tokens of the same units."""
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:
@@ -296,6 +298,15 @@ class StreamState(KVState):
     def evidence(self) -> dict[int, Seen]:
         """What the last question looked at: number of a unit -> how."""
         return {}
+
+    def summaries(self, layer: int) -> int:
+        """How many columns between the head and the units in the view of `layer` are tokens of no unit, while a question
+        runs."""
+        return 0
+
+    def seen_only(self, layer: int, columns: Tensor) -> None:
+        """Told, while a question runs, that of the columns before it only `columns` [k] of the view of `layer` are seen, for
+        a pruner drops the rest: `evidence` weighs these alone."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         """Answer from now on as a memory of `policy` does, which differs from its own in `query_time_fields` alone."""

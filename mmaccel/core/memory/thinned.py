@@ -97,25 +97,43 @@ class PrunedKVState(KVState):
         if self._watched is None or query.shape[2] > 1 or self._seen <= self.prompt:
             return view
         if layer == self.pruner.glance:
-            self.recall(query, view.key)
+            if view.column is None and view.window is None:
+                self.recall(query, view.key)
+            else:
+                line = torch.arange(view.key.shape[2], device=query.device)
+                column = line if view.column is None else view.column
+                if view.window is not None:
+                    line = line[(column < view.sinks) | (column > column[-1] - view.window)]
+                self.recall(query, view.key.index_select(2, line), column[line])
         elif self._shown is not None and layer > (self.pruner.glance or 0):
-            prompt, end = self.size(part, self.prompt), view.key.shape[2]
+            prompt, end = self.size(part, self.prompt), self.size(part, self._seen)
             columns = torch.cat([self._shown, torch.arange(prompt, end, device=self._shown.device)])
-            key, value = (t.index_select(2, columns) for t in (view.key, view.value))
+            held = columns
+            if view.column is not None:
+                held = torch.isin(view.column, columns).nonzero()[:, 0]
+                columns = view.column[held]
+            key, value = (t.index_select(2, held) for t in (view.key, view.value))
             return replace(view, key=key, value=value, column=columns)
         return view
 
-    def recall(self, query: Tensor, key: Tensor) -> Tensor | None:
+    def recall(self, query: Tensor, key: Tensor, column: Tensor | None = None) -> Tensor | None:
         """[n] ascending: the columns of the prompt that a decoded token sees after the layer `glance`, where it looks with
-        `query` [1, H, 1, D] at `key` [1, G, N, D], its own among them; None: all."""
+        `query` [1, H, 1, D] at `key` [1, G, N, D], its own among them; None: all. `column` [N], ascending: those
+        that it sees of a memory that lets columns go (None: all); the choice is among these, and the share of these."""
         if self._watched is None:
             return None
         groups = key.shape[1]
         rows = torch.unflatten(query[0, :, 0].float(), 0, (groups, -1))
         scores = (rows @ key[0].float().mT) / query.shape[-1] ** 0.5
-        attention = scores.softmax(-1).mean((0, 1))[self._watched]
-        chosen = self.pruner.recall(attention, self._watched, self._before)
-        self._before = attention
+        attention, watched, before = scores.softmax(-1).mean((0, 1)), self._watched, self._before
+        if column is None:
+            attention = self._before = attention[watched]
+        else:
+            seen = torch.isin(watched, column)
+            before, watched = None if before is None else before[seen], watched[seen]
+            attention = attention[torch.searchsorted(column, watched)]
+            self._before = torch.zeros(len(seen), device=seen.device).masked_scatter(seen, attention)
+        chosen = self.pruner.recall(attention, watched, before)
         if chosen is not None:
             rest = others(self._watched, self.size(0, self.prompt))
             self._shown = torch.cat([rest, chosen]).sort().values

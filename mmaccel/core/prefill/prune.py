@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, UnknownName, check_choice, shown, warn
-from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import Policy
+from mmaccel.core.report import Meter
 
 SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
 """What a pruner may need; all float, without a batch axis.
@@ -57,9 +58,8 @@ class PrefillPass:
 
 
 class Probe:
-    """Reads what the layers of one pass compute. It belongs to the pass, so that passes of other threads do not reach
-    it. Override what is to be read; an error raised here ends the pass.
-    """
+    """Reads what the layers of one pass compute, and belongs to the pass, so that passes of other threads do not reach it.
+    Override what is to be read; an error raised here ends the pass."""
 
     def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
         """`hidden` [B, n, E], the new columns of `run`, enters `layer`; where `layer` is the number of layers, it leaves
@@ -152,6 +152,12 @@ class TokenPruner(Policy, ABC, kind="prune"):
     def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         """What `keep` keeps, and the states it has from here on where it takes up what is dropped."""
         return Kept(self.keep(signals, layout, stage, total))
+
+    def on_stream(self) -> TokenPruner | None:
+        """What acts in its place on a stream, where a question sees keys and values of what was read before it and no
+        states; None: it has no part in one. A pruner of stage "layer" acts on what the question recalls (`RecallPruning`),
+        in layouts whose frames are the units shown, by rank, without rows and columns of cells."""
+        return self if self.stage == "layer" and self.needs <= {"attention"} else None
 
     @property
     def glance(self) -> int | None:
@@ -291,6 +297,14 @@ def _may_go(layout: TokenLayout) -> Tensor:
     return (layout.modality[0] != TEXT) & celled & layout.valid[0]
 
 
+def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
+    """Warn, and note in the report, that `pruner` does nothing to this prompt."""
+    what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
+    sentence = f"prune {pruner.name!r} did nothing: the prompt has no {what}"
+    meter.note(sentence)
+    warn(f"{sentence}.")
+
+
 def frames(layout: TokenLayout) -> list[Tensor]:
     """The candidates of each frame, in order; an image is a frame, and its finer tiles together are one more."""
     at = candidates(layout)
@@ -352,6 +366,20 @@ def _text(layout: TokenLayout) -> tuple[Tensor, Tensor]:
     rows = ((layout.modality[0] == TEXT) & layout.valid[0]).nonzero()[:, 0]
     visual = (layout.modality[0] != TEXT).nonzero()[:, 0]
     return rows, rows > (visual[-1] if visual.numel() else -1)
+
+
+def paid(query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """[n, N] float32: causal attention of queries [H, n, D], which stand in columns `at` [n], to keys [G, N, D]; the mean
+    over heads. `bias` [b] is added to the scores of the first columns. Scores of a group of heads are held at a time."""
+    groups = key.shape[0]
+    later = torch.arange(key.shape[1], device=key.device)[None] > at[:, None]
+    total = torch.zeros(at.numel(), key.shape[1], device=key.device)
+    for rows, keys in zip(torch.unflatten(query, 0, (groups, -1)), key, strict=True):
+        scores = (rows.float() @ keys.float().T) * scale
+        if bias is not None:
+            scores[..., : len(bias)] += bias
+        total += scores.masked_fill(later, float("-inf")).softmax(-1).sum(0)
+    return total / query.shape[0]
 
 
 def best(score: Tensor, count: int) -> Tensor:

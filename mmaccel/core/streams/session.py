@@ -324,7 +324,7 @@ class VideoSession:
 
     def counters(self) -> dict[str, float]:
         """Figures of the memory."""
-        return {} if self._live is None else self._live.state.counters()
+        return {} if self._live is None else self._live.counters()
 
     def report(self) -> Report:
         """What is in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.

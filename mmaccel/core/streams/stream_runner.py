@@ -18,6 +18,8 @@ from mmaccel.core.decoding.generate import Deadline, Evidence
 from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.prefill.prune import tell_idle
+from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.question import QuestionRunner
 
@@ -67,6 +69,7 @@ class StreamRunner:
         self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
         self.beside = CarefulDraftStream()
         self._warned = self._full = self._ingests = False
+        self._pruned: dict[str, float] = {}
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.places(info.size, fps), adapter.head().numel()
         self.stream = Stream(unit=info.unit, head=head, pace=adapter.pace, places=places, dtype=adapter.dtype)
@@ -263,6 +266,11 @@ class StreamRunner:
         evidence = state.evidence
         if isinstance(state, FrameState):
             state, evidence = self._picked(state, deadline)
+        prune = adapter.attention.recipe.prune
+        acts = None if prune is None else prune.on_stream()
+        depth, seen = adapter.view.geometry.layers, before + asking.visual
+        pruned = None if acts is None else RecallPruning(state, acts, self.stream, depth, seen)
+        state = state if pruned is None else pruned
         parts = [info.marks, asking.embeds]
         if info.pending is not None:
             parts.insert(0, adapter.features(filled(info.pending, adapter.pace), info.size)[0][0])
@@ -274,6 +282,10 @@ class StreamRunner:
         with state.question_scope():
             runner.prefill({"stream_pass": stream_pass, "embeds": torch.cat(parts)})
             meter.prompt_tokens = runner.length()
+            if pruned is not None:
+                self._pruned = pruned.counts
+                if not pruned.counts["visual"]:
+                    tell_idle(pruned.pruner, meter)
             yield runner
 
     def _picked(
@@ -318,6 +330,10 @@ class StreamRunner:
         self.info = info
         self.state.restore(memory)
         self.beside.back(beside)
+
+    def counters(self) -> dict[str, float]:
+        """Those of the memory, and what a pruner left of what the last question recalled."""
+        return {**self.state.counters(), **self._pruned}
 
     def close(self) -> None:
         """Give back what is held outside the device, by the draft's stream too."""

@@ -58,7 +58,7 @@ class ArchivedMemory(StreamMemory):
         self.replays = Replays(device)
         # What passes retrieve stands before the window, wherever the stream is.
         self.bases = Bases(stream.places, self.window, self.encode_budget)
-        self._model = model
+        self._model, self.recalls_alike = model, False
         # Summary tokens of each layer; what the device was told last, and where.
         self._left: list[int] = []
         self._known: tuple[Tensor | None, list[int]] = None, []
@@ -209,7 +209,7 @@ class ArchivedMemory(StreamMemory):
         else:
             at = raw.data_ptr(), raw.stride(), angles[0].data_ptr(), found.entries.data_ptr()
             self.replays(("finish", name, raw.shape), finish, at=at)
-        asked.seen = len(entries) if self.compact else self._count
+        asked.seen, asked.few = len(entries) if self.compact else self._count, few
         return asked
 
     def _choose(

@@ -70,6 +70,7 @@ class TokenMemory(StreamMemory):
     """
 
     FACTS: ClassVar[dict[str, type]] = {}
+    recalls_alike = False
 
     def __init__(
         self, policy: TokenPolicy, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

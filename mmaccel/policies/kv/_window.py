@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, check_choice, check_least
 from mmaccel.core.layout import TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.prefill.prune import paid
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [1, G, n, D]."""
@@ -117,13 +118,14 @@ class Ring(NamedTuple):
 @dataclass(eq=False)
 class Asked:
     """What a question sees at one layer: turned keys and values with room for more; `base` columns of it, in which `seen`
-    units stand, come before the question; `bias` is that of `KVView`."""
+    units stand after `few` summary tokens, come before the question; `bias` is that of `KVView`."""
 
     key: Tensor
     value: Tensor
     base: int
     seen: int
     bias: Tensor | None = None
+    few: int = 0
 
 
 class Rope:
@@ -288,22 +290,14 @@ def mean_query(query: Tensor, stream_pass: StreamPass) -> Tensor:
 def attention(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
     """[n, N] float32, mean over heads: what each row of query [H, n, D], the last n of the columns of key [G, N, D], gets of
     each column. Both turned; causal; `bias` [b] is added to the scores of the first columns. Some rows at a time."""
-    groups, count, size = key.shape
-    rows = query.shape[1]
-    grouped = query.reshape(groups, -1, rows, size)
-    step = max(1, WEIGHTS // (grouped.shape[1] * count))
-    line = torch.arange(count, device=key.device)
-    out = torch.zeros(rows, count, device=key.device)
-    for group in range(groups):
-        there = key[group].float().T * size**-0.5
-        for first in range(0, rows, step):
-            some = grouped[group, :, first : first + step].float() @ there
-            if bias is not None:
-                some[..., : len(bias)] += bias
-            end = torch.arange(first, first + some.shape[1], device=key.device) + count - rows
-            some.masked_fill_(line > end[:, None], -torch.inf)
-            out[first : first + step] += some.softmax(-1).mean(0)
-    return out / groups
+    count, rows = key.shape[1], query.shape[1]
+    step = max(1, WEIGHTS // (query.shape[0] // key.shape[0] * count))
+    at = torch.arange(count - rows, count, device=key.device)
+    out = torch.empty(rows, count, device=key.device)
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        out[some] = paid(query[:, some], key, at[some], key.shape[2] ** -0.5, bias)
+    return out
 
 
 class _Row(NamedTuple):
@@ -336,6 +330,15 @@ class Rows:
         own = query[0, :, self._first :]
         # The rows before may be many, those of a unit not yet complete: they would stay with it, layer by layer.
         self._rows[layer] = _Row(own.clone() if turned else own, slot, turned)
+
+    def seen_only(self, layer: int, columns: Tensor) -> None:
+        """Of what stands before the question, `layer` showed `columns` [k]."""
+        if (row := self._rows.get(layer)) is not None:
+            bias = row.slot.key.new_full((row.slot.column,), -torch.inf, dtype=torch.float32)
+            bias[columns] = 0.0
+            if row.slot.bias is not None:
+                bias[: len(row.slot.bias)] += row.slot.bias
+            self._rows[layer] = row._replace(slot=replace(row.slot, bias=bias))
 
     def hold(self) -> None:
         """The question is through all layers."""

@@ -34,7 +34,7 @@ class StreamMemory(IngestState):
     stays on the device; how many they are the host knows.
     """
 
-    allows_branches = True
+    allows_branches = recalls_alike = True
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StreamMemory(IngestState):
 
     def _recall(self, layer: int, query: Tensor, end: int) -> Tensor | None:
         """Ascending numbers [k] on the device, below `end`, of the units to see, or None; query [H, D] is the mean of the
-        raw queries of the question's words."""
+        raw queries of the question's words. Who recalls so is not `recalls_alike`."""
         return None
 
     def _bring(self, layer: int, numbers: Tensor, begin: int, out: Tensor) -> None:
@@ -302,6 +302,12 @@ class StreamMemory(IngestState):
     def evidence(self) -> dict[int, Seen]:
         parts = self._rows.reached(self.rope, self.stream.head, self._units_of)
         return weigh(self._looked(), self._count, parts)
+
+    def summaries(self, layer: int) -> int:
+        return self._asked[layer].few
+
+    def seen_only(self, layer: int, columns: Tensor) -> None:
+        self._rows.seen_only(layer, columns)
 
     def _looked(self) -> dict[int, Look]:
         """What each layer of the question looked at."""

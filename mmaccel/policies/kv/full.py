@@ -189,7 +189,7 @@ class WholeStream(PassState):
     `_keep_path` keeps some of them.
     """
 
-    allows_branches = True
+    allows_branches = recalls_alike = True
 
     @abstractmethod
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:

@@ -72,6 +72,9 @@ class DyCoke(TokenPruner):
                 kept[i] = frame[best(-likeness, quota(1 - self.drop, len(frame)))]
         return staying(layout, *kept)
 
+    def on_stream(self) -> DyCoke | None:
+        return None if self.drop else self
+
     @property
     def glance(self) -> int | None:
         return self.layer - 1 if self.forget else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, check_least, shown
+from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import (
     Kept,
@@ -49,6 +49,8 @@ class SparseVLM(TokenPruner):
 
     layers   the layers after which to cut, from 0; None: 2, 6 and 15 of 32, in proportion to the depth
     recycle  share of the dropped that is merged instead; 0 drops them all
+    raters   "chosen" as above, or "all" rows after the visual tokens. A stream has no embeddings of its video to choose by
+             and no states to merge: there all are raters, and nothing is recycled
     """
 
     stage: ClassVar = "layer"
@@ -57,6 +59,7 @@ class SparseVLM(TokenPruner):
     retention: tuple[float, ...] = (300 / 576, 200 / 576, 110 / 576)
     layers: tuple[int, ...] | None = None
     recycle: float = 0.3
+    raters: Literal["chosen", "all"] = "chosen"
     neighbours: int = 5
 
     def __post_init__(self) -> None:
@@ -81,6 +84,10 @@ class SparseVLM(TokenPruner):
             object.__setattr__(self, "layers", tuple(layers))
         check_share(self.name, "recycle", self.recycle)
         check_least(self, 1, "neighbours")
+        check_choice(self.name, "raters", self.raters, ("chosen", "all"))
+
+    def on_stream(self) -> SparseVLM:
+        return replace(self, recycle=0.0, raters="all")
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         layers = self.layers
@@ -117,10 +124,10 @@ class SparseVLM(TokenPruner):
 
     def _score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         """[m] the attention of the raters."""
-        embeddings, rows = signals["hidden"][0].float(), observers(layout)
-        judged = signals["attention"][0][:, at].float()
-        if not bool(torch.isin(rows, question(layout)).any()):
+        rows, judged = observers(layout), signals["attention"][0][:, at].float()
+        if self.raters == "all" or not bool(torch.isin(rows, question(layout)).any()):
             return judged.mean(0)
+        embeddings = signals["hidden"][0].float()
         relation = (embeddings[at] @ embeddings[rows].T).softmax(-1).mean(0)
         raters = relation > relation.mean()
         return (judged[raters] if bool(raters.any()) else judged).mean(0)

@@ -1,0 +1,232 @@
+"""A pruner at work on a question to a stream: of what a layer recalls, the question and its answer see a part.
+
+The video went through all layers before there was a question: its states are gone, and its keys and values stay. What a
+pruner drops between two layers is dropped from what the later ones show. Letters: H query heads, N columns that a layer
+shows, n rows of a question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState, grow_buffer
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, paid, thin
+
+
+class RecallPruning(StreamState):
+    """The memory `state` as one question and its answer see it, which `pruner` shows fewer tokens of units.
+
+    The head, summary tokens and all rows of the question stay, those of images, of other videos and of a unit not yet
+    complete among them. Where all layers show the same columns, a stage drops by the attention of the layers that it names,
+    and what it drops is gone from all later ones. Where layers recall units of their own (`StreamState.recalls_alike`) the
+    columns of one say nothing of another's: from the layer of a stage on, each drops to the stage's share by its own
+    attention. So too for what a decoded token sees (`TokenPruner.glance`). What is dropped stays in the memory.
+
+    counts  tokens of units that were shown, as "visual", and from the layer of each stage on; the most of any layer
+    """
+
+    def __init__(
+        self, state: StreamState, pruner: TokenPruner, stream: Stream, depth: int, before: int
+    ) -> None:
+        """The first `before` rows of the question are no words: they stand for frames and pictures."""
+        self.state, self.pruner, self._stream, self._before = state, pruner, stream, before
+        self._stages = {s.layer: s for s in (pruner.stages(depth) if pruner.stage == "layer" else ())}
+        glance = depth if pruner.glance is None else pruner.glance
+        self._glance, self._first = glance, min([glance, *(layer - 1 for layer in self._stages)])
+        self._pass: StreamPass | None = None
+        self._start = self._tail = 0
+        self._layouts: dict[tuple[int, int], TokenLayout] = {}
+        # Of layers that show the same: the columns that cuts have left, and what was paid to them.
+        self._left: Tensor | None = None
+        self._paid: dict[int, Tensor] = {}
+        # Of each layer the columns before the question that it shows, if not all, and these in buffers of their own.
+        self._columns: dict[int, Tensor] = {}
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        # Of each layer by which a decoded token's view is chosen: what the last token paid, and what was chosen.
+        self._glanced: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.counts = dict.fromkeys(["visual", *map(_name, self._stages)], 0.0)
+
+    @property
+    def allows_branches(self) -> bool:  # type: ignore[override]
+        return self.state.allows_branches
+
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        if stream_pass.kind == "question":
+            self._start = self.state.length()
+        self._pass, self._tail = stream_pass, self.state.length() - self._start + stream_pass.rows
+        self.state.begin_pass(stream_pass)
+
+    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
+        return self.state.write_slot(layer, query) if layer < self._first else None
+
+    def view(self, layer: int, query: Tensor) -> KVView:
+        view, stream_pass = self.state.view(layer, query), self._pass
+        assert stream_pass is not None
+        base = view.key.shape[2] - self._tail
+        first = self._stream.head + self.state.summaries(layer)
+        alike = self.state.recalls_alike or base - first == self.state.units() * self._stream.unit
+        query = query if view.query is None else view.query
+        if stream_pass.kind == "question":
+            self._count("visual", base - first)
+            if base > first:
+                self._drop(layer, view, query, self._layout(first, base, view.key.device), alike)
+                self._tell(layer, first)
+        elif stream_pass.rows == 1 and layer >= self._glance and base > first:
+            return self._glancing(layer, view, query, first, base, alike)
+        return self._shown(layer, view, base)
+
+    def _drop(self, layer: int, view: KVView, query: Tensor, layout: TokenLayout, alike: bool) -> None:
+        """Note which columns `layer` shows to the question."""
+        stage, coming = self._stages.get(layer), self._stages.get(layer + 1)
+        if not alike:
+            if reached := [at for at in self._stages if at <= layer]:
+                stage = self._stages[reached[-1]]
+                means = [self._looks(view, query, None)] * len(stage.attention)
+                self._columns[layer] = self._cut(stage, means, layout, None)
+            return
+        if stage is not None:
+            self._read(stage, layer, view, query)
+            means = [torch.stack([self._paid[n] for n in group]).mean(0) for group in stage.attention]
+            self._left = self._cut(stage, means, layout, self._left)
+            self._paid.clear()
+        self._read(coming, layer, view, query)
+        if self._left is not None:
+            self._columns[layer] = self._left
+
+    def _read(self, stage: Stage | None, layer: int, view: KVView, query: Tensor) -> None:
+        if stage is not None and any(layer in group for group in stage.attention):
+            self._paid[layer] = self._looks(view, query, self._left)
+
+    def _looks(self, view: KVView, query: Tensor, left: Tensor | None) -> Tensor:
+        """[n, N]: what the words of the question pay to the columns of a view, of those before it to `left` alone."""
+        rows = self._tail - self._before
+        key, base = view.key[0], view.key.shape[2] - self._tail
+        if left is not None:
+            key = key[:, torch.cat([left, torch.arange(base, key.shape[1], device=key.device)])]
+        at = torch.arange(key.shape[1] - rows, key.shape[1], device=key.device)
+        return paid(query[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
+
+    def _cut(self, stage: Stage, attention: list[Tensor], layout: TokenLayout, left: Tensor | None) -> Tensor:
+        """[k] the columns before the question that stay at `stage`, of those that are `left` (None: all)."""
+        base, total = layout.length - self._tail, self.pruner.candidates(layout).numel()
+        columns = torch.arange(layout.length, device=layout.device)
+        if left is not None:
+            columns = torch.cat([left, columns[base:]])
+            layout = thin(layout, columns)
+        if self.pruner.candidates(layout).numel():
+            signals = Signals(attention=torch.stack(attention)) if attention else Signals()
+            kept = self.pruner.keep(signals, layout, stage, total)
+            columns = columns[checked_columns(self.pruner, kept, layout)]
+        return columns[: len(columns) - self._tail]
+
+    def _tell(self, layer: int, first: int) -> None:
+        """Count what `layer` shows, and tell the memory, whose evidence weighs that alone."""
+        if (columns := self._columns.get(layer)) is not None:
+            self._count(_name(max(at for at in self._stages if at <= layer)), len(columns) - first)
+            self.state.seen_only(layer, columns)
+
+    def _count(self, name: str, count: int) -> None:
+        self.counts[name] = max(self.counts[name], float(count))
+
+    def _shown(self, layer: int, view: KVView, base: int) -> KVView:
+        """Of a view the columns that `layer` shows, and the rows of question and answer as the memory has them now."""
+        columns = self._columns.get(layer)
+        if columns is None:
+            return view
+        count, parts = len(columns), (view.key, view.value)
+        held = self._held.get(layer) or tuple(part.index_select(2, columns) for part in parts)
+        key, value = (grow_buffer(one, 2, count + self._tail, used=count) for one in held)
+        for side, part in zip((key, value), parts, strict=True):
+            side[:, :, count : count + self._tail] = part[:, :, base:]
+        self._held[layer], end = (key, value), count + self._tail
+        layout = view.layout
+        if layout is not None:
+            tail = torch.arange(base, layout.length, device=layout.device)
+            layout = thin(layout, torch.cat([columns, tail]))
+        return replace(view, key=key[:, :, :end], value=value[:, :, :end], layout=layout)
+
+    def _glancing(
+        self, layer: int, view: KVView, query: Tensor, first: int, base: int, alike: bool
+    ) -> KVView:
+        """What a decoded token sees at a layer from `TokenPruner.glance` on."""
+        device = view.key.device
+        held = self._columns.get(layer)
+        at = torch.arange(first, base, device=device) if held is None else held[held >= first]
+        by = self._glance if alike else layer
+        if layer == by and (alike or layer > self._glance):
+            column = torch.tensor([view.key.shape[2] - 1], device=device)
+            scale = view.key.shape[-1] ** -0.5
+            looks = paid(query[0], view.key[0], column, scale, view.bias)[0, at]
+            before, chosen = self._glanced.get(layer, (None, None))
+            new = self.pruner.recall(looks, at, before)
+            self._glanced[layer] = looks, chosen if new is None else new
+        chosen = self._glanced[by][1] if layer > self._glance else None
+        if chosen is None:
+            return self._shown(layer, view, base)
+        self.counts["visual seen decoding"] = float(len(chosen))
+        ends = torch.arange(first, device=device), torch.arange(base, view.key.shape[2], device=device)
+        columns = torch.cat([ends[0], chosen, ends[1]])
+        key, value = (side.index_select(2, columns) for side in (view.key, view.value))
+        return replace(view, key=key, value=value)
+
+    def _layout(self, first: int, base: int, device: torch.device) -> TokenLayout:
+        """What the columns of a question's view are, of which those from `first` to `base` are units; one for all layers
+        that show as many."""
+        if (first, base) not in self._layouts:
+            place = torch.arange(base + self._tail, device=device)[None]
+            inside = (place >= first) & (place < base)
+            frame = torch.where(inside, (place - first) // self._stream.unit, -1)
+            text = (place < self._stream.head) | (place >= base + self._before)
+            self._layouts[first, base] = TokenLayout.build(torch.where(text, TEXT, VIDEO), frame=frame)
+        return self._layouts[first, base]
+
+    # The rest is the memory's own.
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.state.append(layer, key, value)
+
+    def ahead(self, layer: int, hidden: Tensor) -> None:
+        self.state.ahead(layer, hidden)
+
+    def end_pass(self) -> None:
+        self.state.end_pass()
+
+    def accept(self, keep: int | Tensor) -> None:
+        self.state.accept(keep)
+
+    def truncate(self, length: int) -> None:
+        self.state.truncate(length)
+
+    @contextmanager
+    def question_scope(self) -> Iterator[None]:
+        with self.state.question_scope():
+            yield
+
+    def length(self) -> int:
+        return self.state.length()
+
+    def held(self) -> int:
+        return self.state.held()
+
+    def units(self) -> int:
+        return self.state.units()
+
+    def reset(self) -> None:
+        self.state.reset()
+
+    def checkpoint(self) -> Any:
+        return self.state.checkpoint()
+
+    def restore(self, mark: Any) -> None:
+        self.state.restore(mark)
+
+
+def _name(layer: int) -> str:
+    return f"visual from layer {layer}"

@@ -1,0 +1,385 @@
+"""A pruner of layers on what a question to a stream recalls: the plain pruned model's answer where both drop alike."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.errors import MmaccelWarning, RecipeError
+from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.memory.kv import KVView
+from mmaccel.core.prefill.prune import TokenPruner, candidates, observers, question
+from mmaccel.core.prefill.recalled import RecallPruning
+from mmaccel.core.recipe import Recipe, stream_policy
+from mmaccel.policies.draft import Sequential, Tree
+from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
+from tests.models.streams import FPS, QUESTION, every_stream, film, pair
+
+DEPTH, FRAMES, TOKENS = 4, 20, 6
+FAMILIES = ("random-ov", "random-qwen")
+ROOM, TIGHT = every_stream(), every_stream(4, 4)
+CLOSE = {"rtol": 0.0, "atol": 1e-3}
+"""Logits are some ten in size."""
+LAST: dict[str, TokenPruner] = {
+    "fastv": FastV(layer=DEPTH - 1, retention=0.1),
+    "pyramid_drop": PyramidDrop(stages_at=((DEPTH - 1) / DEPTH,), retention=0.1),
+    "sparsevlm": SparseVLM(layers=(DEPTH - 2,), retention=(0.1,), recycle=0.0, raters="all"),
+    "dycoke": DyCoke(drop=0.0, forget=0.9, layer=2, refresh=1.0),
+}
+"""What they drop is seen by no later layer, so that what was read before the question knows as much of it."""
+EACH: dict[str, TokenPruner] = {
+    "fastv": FastV(layer=1, retention=0.2),
+    "pyramid_drop": PyramidDrop(stages_at=(0.25, 0.5), retention=0.4),
+    "sparsevlm": SparseVLM(layers=(0, 1), retention=(0.5, 0.2)),
+    "dycoke": LAST["dycoke"],
+}
+
+
+def sharp(name: str) -> tuple[Any, Any]:
+    """A model whose attention chooses, so that its texts vary and what is dropped matters."""
+    model, processor = pair(name, layers=DEPTH)
+    model = copy.deepcopy(model)
+    torch.manual_seed(3)
+    for layer in model.model.language_model.layers:
+        own = layer.self_attn
+        for size, *some in (
+            (3, own.q_proj, own.k_proj),
+            (8, own.v_proj, own.o_proj),
+            (1, *layer.mlp.children()),
+        ):
+            for linear in some:
+                if isinstance(linear, torch.nn.Linear):
+                    linear.weight.data = size * torch.randn_like(linear.weight) * linear.in_features**-0.5
+    for words, size in ((model.get_input_embeddings(), 3), (model.get_output_embeddings(), 1)):
+        words.weight.data = size * torch.randn_like(words.weight)
+    model.generation_config.eos_token_id = None
+    return model, processor
+
+
+SHARP = {name: sharp(name) for name in FAMILIES}
+
+
+def prompt(name: str, *content: dict[str, Any]) -> dict[str, Any]:
+    given = [*(content or [{"type": "video", "video": film(FRAMES)}]), {"type": "text", "text": QUESTION}]
+    return SHARP[name][1].chat(given, fps=FPS)  # type: ignore[no-any-return]
+
+
+def said(name: str, recipe: dict[str, Any], inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
+    """Ids and logits [n, V] of the new tokens of `generate`, and its report."""
+    how = {
+        "max_new_tokens": TOKENS,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    with mmaccel.accelerate(SHARP[name][0], recipe) as fast:
+        out = fast.generate(**inputs, **how)
+        return out.sequences[0, inputs["input_ids"].shape[1] :], torch.cat(out.logits), fast.report()
+
+
+def session(name: str, recipe: dict[str, Any], how: str = "ingest") -> mmaccel.VideoSession:
+    one = mmaccel.VideoSession(*SHARP[name], recipe)
+    getattr(one, how)(film(FRAMES), fps=FPS)
+    return one
+
+
+def answer(
+    name: str, recipe: dict[str, Any], how: str = "ingest"
+) -> tuple[list[int], Tensor, dict[str, float]]:
+    """Ids of a session's answer, the logits [V] of its first token, and its counters."""
+    with session(name, recipe, how) as one:
+        live = one._live
+        assert live is not None
+        with live.asked(QUESTION, TOKENS) as asked:
+            first = asked.logits[0].clone()
+        return list(one.ask(QUESTION, TOKENS).ids), first, one.counters()
+
+
+def dropped(name: str, kv: Any, pruner: TokenPruner) -> bool:
+    """Whether an answer is another than without the pruner: what a comparison is worth."""
+    bare, pruned = (answer(name, {"kv": kv, **more}) for more in ({}, {"prune": pruner}))
+    return bare[0] != pruned[0] and bare[0] != [bare[0][0]] * TOKENS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", LAST)
+def test_on_all_that_was_read_it_is_the_pruned_model(kind: str, name: str) -> None:
+    ids, logits, report = said(name, {"prune": LAST[kind]}, prompt(name))
+    own, first, counts = answer(name, {"kv": "full", "prune": LAST[kind]}, "watch")
+    assert own == ids.tolist() and dropped(name, "full", LAST[kind])
+    torch.testing.assert_close(first, logits[0], **CLOSE)  # type: ignore[arg-type]
+    told = {at: n for at, n in report.kv.items() if at.startswith("visual") and at != "visual from layer 0"}
+    assert told == {at: n for at, n in counts.items() if at.startswith("visual")} and counts["visual"] > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kv", [one for one in ROOM if one != "full"])
+def test_with_room_for_all_every_memory_says_the_same(kv: str, kind: str, name: str) -> None:
+    want, first, counts = answer(name, {"kv": "full", "prune": EACH[kind]})
+    own = answer(name, {"kv": ROOM[kv], "prune": EACH[kind]})
+    assert own[0] == want
+    torch.testing.assert_close(own[1], first, **CLOSE)  # type: ignore[arg-type]
+    for at in counts:
+        if at.startswith("visual"):
+            assert own[2][at] == counts[at]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_nothing_left_it_is_the_pruned_model_whatever_was_read_before(name: str) -> None:
+    """Later layers see the words alone."""
+    prune = FastV(layer=2, retention=0.0)
+    ids, logits, _ = said(name, {"prune": prune}, prompt(name))
+    own, first, counts = answer(name, {"kv": "full", "prune": prune}, "watch")
+    assert own == ids.tolist() and counts["visual from layer 2"] == 0
+    torch.testing.assert_close(first, logits[0], **CLOSE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_with_all_left_it_is_the_memory_s_own_answer(kv: str) -> None:
+    for prune in (FastV(layer=1, retention=1.0), DyCoke(drop=0.0, forget=0.0, layer=2)):
+        bare, pruned = (answer("random-qwen", {"kv": TIGHT[kv], **more}) for more in ({}, {"prune": prune}))
+        assert pruned[0] == bare[0] and torch.equal(pruned[1], bare[1])
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, see: Callable[..., None]) -> None:
+    """`see` is told of each view: who prunes, the layer, the raw query, the memory's own view and the one that is left."""
+    inner = RecallPruning.view
+
+    def view(self: RecallPruning, layer: int, query: Tensor) -> KVView:
+        seen: list[KVView] = []
+        own = type(self.state).view
+
+        def noted(state: Any, layer: int, query: Tensor) -> KVView:
+            seen.append(own(state, layer, query))
+            return seen[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(self.state), "view", noted)
+            left = inner(self, layer, query)
+        see(self, layer, seen[0], left)
+        return left
+
+    monkeypatch.setattr(RecallPruning, "view", view)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kv", [one for one in TIGHT if one not in ("full", "offload", "no_cache")])
+def test_each_layer_shows_the_best_of_what_it_recalled(
+    kv: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the last word's attention in the layer before the stage where all layers show the same, else in its own."""
+    views: dict[int, tuple[KVView, KVView]] = {}
+    facts: list[RecallPruning] = []
+
+    def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
+        views.setdefault(layer, (whole, left))
+        facts.append(pruning)
+
+    watched(monkeypatch, see)
+    with session(name, {"kv": TIGHT[kv], "prune": FastV(layer=2, retention=0.3)}) as one:
+        one.ask(QUESTION, 1)
+        unit = one._live.stream.unit  # type: ignore[union-attr]
+    head, rows = facts[0]._stream.head, views[0][0].query.shape[2]  # type: ignore[union-attr]
+    assert 0 not in views or torch.equal(views[0][0].key, views[0][1].key)
+    unlike = kv in ("rekv", "mosaic", "livevlm", "streammem")
+    for layer in (2, 3):
+        whole, left = views[layer]
+        base = whole.key.shape[2] - rows
+        few = (base - head) % unit if kv == "mosaic" else 0
+        first = head + few
+        ranked, query = views[layer if unlike else 1][0], views[layer if unlike else 1][0].query
+        assert query is not None
+        groups = ranked.key.shape[1]
+        key = ranked.key[0].repeat_interleave(query.shape[1] // groups, 0)
+        scores = (query[0, :, -1:] @ key.mT).squeeze(1) * key.shape[-1] ** -0.5
+        if ranked.bias is not None:
+            scores[:, : len(ranked.bias)] += ranked.bias
+        worth = scores.softmax(-1).mean(0)[first:base]
+        count = int(0.3 * (base - first) + 1e-9)
+        best = worth.topk(count).indices.sort().values + first
+        kept = torch.cat([torch.arange(first), best, torch.arange(base, base + rows)])
+        assert torch.equal(left.key, whole.key[:, :, kept]) and torch.equal(
+            left.value, whole.value[:, :, kept]
+        )
+        assert 0 < count < base - first
+
+
+def test_summary_tokens_and_rows_of_the_question_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mosaic stands a token for each cluster that it left out before the units."""
+    shown: list[tuple[int, int]] = []
+
+    def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
+        if layer == DEPTH - 1 and pruning._pass is not None and pruning._pass.kind == "question":
+            first = pruning._stream.head + pruning.state.summaries(layer)
+            shown.append((pruning.state.summaries(layer), left.key.shape[2] - first - pruning._tail))
+            assert torch.equal(left.key[:, :, :first], whole.key[:, :, :first])
+
+    watched(monkeypatch, see)
+    with session("random-ov", {"kv": TIGHT["mosaic"], "prune": FastV(layer=1, retention=0.0)}) as one:
+        one.ask(QUESTION, 1)
+    assert [few > 0 for few, _ in shown] == [True] and [units for _, units in shown] == [0]
+
+
+@pytest.mark.parametrize("kv", ("full", "rekv", "mosaic", "livevlm"))
+@pytest.mark.parametrize("kind", ("fastv", "sparsevlm"))
+def test_a_draft_changes_no_token(kind: str, kv: str) -> None:
+    name = "random-ov"
+    model = copy.deepcopy(SHARP[name][0])
+    weight = model.get_output_embeddings().weight
+    weight.data += 0.3 * torch.randn_like(weight)
+    base = {"kv": TIGHT[kv], "prune": EACH[kind]}
+    want = answer(name, base, "watch")[0]
+    for draft in ("prompt_lookup", Sequential(model=model, window=3), Tree(model=model)):
+        with session(name, {**base, "draft": draft}, "watch") as one:
+            assert list(one.ask(QUESTION, TOKENS).ids) == want
+            told = one.report().draft
+        assert told["failed"] is None
+        if draft != "prompt_lookup":
+            assert told["proposed"] > 0
+
+
+def test_a_branch_that_is_not_taken_leaves_no_trace_in_what_a_layer_holds() -> None:
+    """The rows of question and answer are taken as the memory has them after each step."""
+    with session("random-ov", {"kv": "full", "prune": EACH["fastv"]}) as one:
+        live = one._live
+        assert live is not None
+        want = [live.asked(QUESTION, 9)]
+        with want[0] as asked:
+            straight = [asked.step(torch.tensor([[n]]))[0, 0].clone() for n in (5, 6, 7)]
+        with live.asked(QUESTION, 9) as asked:
+            asked.step(torch.tensor([[5, 9, 9]]))
+            asked.truncate(asked.length() - 2)
+            for n, logits in zip((6, 7), straight[1:], strict=True):
+                torch.testing.assert_close(asked.step(torch.tensor([[n]]))[0, 0], logits, **CLOSE)  # type: ignore[arg-type]
+
+
+def test_evidence_weighs_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a unit whose tokens a layer drops nothing reaches the answer there."""
+    from mmaccel.policies.kv._windowed import StreamMemory
+
+    told: dict[int, Tensor] = {}
+    inner = StreamMemory._units_of
+
+    def units_of(self: StreamMemory, layer: int, shares: Tensor) -> Tensor:
+        told[layer] = shares[0].clone()
+        return inner(self, layer, shares)
+
+    monkeypatch.setattr(StreamMemory, "_units_of", units_of)
+    recipe = {"kv": {**TIGHT["recent"], "local": 4}}
+    with session("random-ov", recipe) as one:
+        bare = [seen.score for seen in one.ask(QUESTION, 1).evidence]
+    whole = dict(told)
+    prune = FastV(layer=2, retention=0.25)
+    with session("random-ov", {**recipe, "prune": prune}) as one:
+        scores = [seen.score for seen in one.ask(QUESTION, 1).evidence]
+        left = one.counters()["visual from layer 2"]
+    assert scores != bare and sum(scores) == pytest.approx(1)  # type: ignore[arg-type]
+    for layer in range(DEPTH):
+        assert bool((whole[layer] > 0).all())
+        assert int((told[layer] > 0).sum()) == (len(whole[layer]) if layer < 2 else left)
+
+
+def test_a_saved_session_answers_as_before(tmp_path: Path) -> None:
+    recipe = {"kv": TIGHT["mosaic"], "prune": EACH["pyramid_drop"]}
+    with session("random-qwen", recipe) as one:
+        want = one.ask(QUESTION, TOKENS)
+        one.save(tmp_path / "saved")
+        assert one.ask(QUESTION, TOKENS).ids == want.ids
+    with mmaccel.VideoSession.resume(*SHARP["random-qwen"], tmp_path / "saved") as again:
+        got = again.ask(QUESTION, TOKENS)
+        assert got.ids == want.ids and got.counters["visual from layer 1"] > 0
+        assert again.recipe.prune == EACH["pyramid_drop"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images_and_other_videos_stay(name: str) -> None:
+    """Whatever a call's prompt holds beside its longest video is seen whole, as text is."""
+    image = {"type": "image", "image": film(21)[20]}
+    inputs = prompt(name, image, {"type": "video", "video": film(8)}, image)
+    prune = FastV(layer=1, retention=0.0)
+    _, _, report = said(name, {"kv": ROOM["rekv"], "prune": prune}, inputs)
+    model = SHARP[name][0]
+    layout = adapter_for(model).layout(model, inputs)
+    tokens = int(((layout.modality[0] == VIDEO) & (layout.frame[0] >= 0)).sum())
+    assert (report.kv["visual"], report.kv["visual from layer 1"]) == (tokens, 0)
+    with pytest.warns(MmaccelWarning, match="prune 'fastv' did nothing: the prompt has no"):
+        _, _, report = said(name, {"kv": ROOM["rekv"], "prune": prune}, prompt(name, image, image))
+    assert any("prune 'fastv' did nothing" in note for note in report.notes)
+    bare = said(name, {"kv": ROOM["rekv"]}, prompt(name, image, image))[1]
+    torch.testing.assert_close(
+        said_quietly(name, {"kv": ROOM["rekv"], "prune": prune}, prompt(name, image, image)), bare, **CLOSE
+    )  # type: ignore[arg-type]
+
+
+def said_quietly(name: str, recipe: dict[str, Any], inputs: dict[str, Any]) -> Tensor:
+    with pytest.warns(MmaccelWarning):
+        return said(name, recipe, inputs)[1]
+
+
+def test_the_layout_is_a_prompt_s() -> None:
+    """Head, units by rank, what stands for pictures in the question, and its words."""
+    with session("random-ov", {"kv": "full", "prune": EACH["fastv"]}) as one:
+        live = one._live
+        assert live is not None
+        with live.asked(QUESTION, 1) as asked:
+            pruning: Any = asked.state
+            (layout,) = pruning._layouts.values()
+            (head, base), rows = next(iter(pruning._layouts)), pruning._tail
+        marks = live.info.marks.shape[0]
+    unit = live.stream.unit
+    assert (base - head, layout.length) == (FRAMES * unit, base + rows) and marks > 0
+    kinds = layout.modality[0].tolist()
+    assert kinds == [TEXT] * head + [VIDEO] * (base - head + marks) + [TEXT] * (rows - marks)
+    assert torch.equal(candidates(layout), torch.arange(head, base))
+    assert layout.frame[0, head:base].tolist() == [n // unit for n in range(FRAMES * unit)]
+    words = torch.arange(base + marks, base + rows)
+    assert torch.equal(observers(layout), words) and torch.equal(question(layout), words)
+
+
+def refusal(**parts: Any) -> str:
+    with pytest.raises(RecipeError) as error:
+        stream_policy(Recipe(**parts))
+    return str(error.value)
+
+
+class ByStates(FastV):
+    needs: ClassVar[frozenset[str]] = frozenset({"hidden", "attention"})
+
+
+def test_what_has_no_part_in_a_question_is_told_before_a_weight_moves() -> None:
+    for prune in (VisionZip(), DyCoke(), ByStates()):
+        for kv in ("full", "rekv"):
+            told = refusal(kv=kv, prune=prune)
+            assert f"prune '{prune.name}' works on the states of a whole prompt, and kv '{kv}'" in told
+    assert "set compact to False" in refusal(kv="rekv", prune=FastV(compact=True))
+    assert Recipe(kv="full", prune=FastV(compact=True)).prune is not None
+    with pytest.raises(RecipeError, match="fastv: layer 9 of a model of 4"):
+        mmaccel.VideoSession(*SHARP["random-ov"], kv="rekv", prune=FastV(layer=9))
+    with pytest.raises(RecipeError, match="fastv: layer 9 of a model of 4"):
+        mmaccel.accelerate(SHARP["random-ov"][0], kv="rekv", prune=FastV(layer=9))
+
+
+def test_a_prompt_goes_in_by_chunks_and_its_question_is_pruned_whole() -> None:
+    recipe = {"kv": ROOM["offload"], "prune": EACH["fastv"]}
+    whole = said("random-ov", recipe, prompt("random-ov"))
+    parts = said("random-ov", {**recipe, "chunk": 64}, prompt("random-ov"))
+    assert torch.equal(parts[0], whole[0]) and parts[2].kv["visual from layer 1"] > 0
+    torch.testing.assert_close(parts[1], whole[1], **CLOSE)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="runs the prompt whole; set chunk to null"):
+        Recipe(kv="full", prune="fastv", chunk=64)
+
+
+def test_raters_are_the_words_where_there_are_no_embeddings() -> None:
+    own = SparseVLM()
+    assert own.on_stream() == SparseVLM(recycle=0.0, raters="all")
+    with pytest.raises(RecipeError, match="raters"):
+        SparseVLM(raters="some")  # type: ignore[arg-type]

@@ -269,7 +269,7 @@ class PromptRunner(Runner):
             self._attachment.owner.closed(state, self.counters)
         self._open.close()
         # The call keeps this runner until its last prompt has an answer, and is to keep one memory at a time.
-        self._question = None
+        self._question, self._counted = None, dict
 
     def truncate(self, length: int) -> None:
         self._at_work().truncate(length)

@@ -68,6 +68,8 @@ class StreamModel(ABC):
     dtype: torch.dtype
     """Of embeddings, keys and values."""
     device: torch.device
+    left_out: int | None = None
+    """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 
     @cached_property
     def attention(self) -> AttentionConfig:
@@ -80,10 +82,8 @@ class StreamModel(ABC):
 
     @abstractmethod
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Of frames [n * pace, 3, H, W]: features [n, P, E] of the units, and [m, E] of the marks that end any video.
-
-        Frames that do not fit with those of `size` are resized to it.
-        """
+        """Of frames [n * pace, 3, H, W], which are resized to `size` where they do not fit it: features [n, P, E] of the
+        units, and [m, E] of the marks that end any video."""
 
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
         """`frames` [T, 3, H, W] at (height, width)."""

@@ -216,10 +216,23 @@ class PositionIds:
         self._last, self._largest = int(unit[0].max()), int(unit.max())
         self.axes, self.limit = head.shape[0], limit
         """1, or 3 for M-RoPE; and the positions that the model has."""
+        self.moved, self.tokens = 1, unit.shape[1]
+        """The first so many axes of a unit follow its number; and P, its tokens."""
         self._pace, self._origin, self._slots = pace, 0.0, list[float]()
         # The first unit that is not in the slot of its number, and what is added for each unit, as far as it is told.
         self._odd: int | None = None
         self._own = torch.zeros(0, dtype=torch.long, device=head.device)
+
+    def anew(self, tokens: int) -> PositionIds:
+        """Those of units of `tokens` tokens, where everything is numbered 0, 1, 2, ... on every axis."""
+        first = self._head.shape[1]
+        line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
+        text = first + tokens
+        made = PositionIds(
+            line[:, :first], line[:, first:], lambda n: torch.arange(n) * tokens, text, tokens, self.limit
+        )
+        made.moved = self.axes
+        return made
 
     # Units at times of their own.
 
@@ -301,7 +314,7 @@ class PositionIds:
         their own times."""
         columns, tokens = columns.to(self._head.device), self._unit.shape[1]
         out = self._unit[:, columns % tokens].clone()
-        out[0] += self._table(most + 1, own)[columns // tokens]
+        out[: self.moved] += self._table(most + 1, own)[columns // tokens]
         return self._shaped(out)
 
     def tail(self, units: int, start: int, count: int) -> Tensor:
@@ -372,7 +385,7 @@ class PositionIds:
             # A question asks for this at every layer: one launch.
             return (unit + steps[:, None]).flatten()
         out = unit[:, None, :].expand(-1, steps.numel(), -1).clone(memory_format=torch.contiguous_format)
-        out[0] += steps[:, None]
+        out[: self.moved] += steps[:, None]
         return out.flatten(1)
 
     @staticmethod

@@ -181,13 +181,14 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
 
 def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
     """Raise `RecipeError` for a pruner that has no part in what a question on a stream recalls."""
-    if prune.on_stream() is None:
+    acts = prune.on_stream()
+    if acts is None:
         raise RecipeError(
-            f"prune {prune.name!r} works on the states of a whole prompt, and kv {kv.name!r} has keys and values of a video "
-            f"that was read before the question; choose one that acts on these, such as fastv, or set kv to "
+            f"prune {prune.name!r} works on the states of a whole prompt, and kv {kv.name!r} takes a video in unit by unit, "
+            f"before there is a question; choose one that acts on units or on what is recalled, such as fastv, or set kv to "
             f"{DEFAULTS['kv']!r}."
         )
-    if prune.compact:
+    if prune.compact and acts.stage == "layer":
         raise RecipeError(
             f"prune {prune.name!r} has compact = True, and kv {kv.name!r} decides where recalled tokens stand; set compact "
             "to False."

@@ -166,7 +166,7 @@ class PromptModel(StreamPasses, StreamModel):
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
                 f"frame; set kv to 'full'."
             )
-        return made
+        return self._kept(made)
 
     def _alone(self, units: int) -> tuple[dict[str, Any], int]:
         """Inputs of a video of so many units alone, and the position of what follows the units."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.prefill.prune import (
@@ -26,6 +26,7 @@ from mmaccel.core.prefill.prune import (
     checked_columns,
     observers,
     paid,
+    quota,
     tell_idle,
     thin,
 )
@@ -248,3 +249,39 @@ def _numbered(run: ForwardPass) -> Tensor:
     if run.branches is None:
         return torch.arange(run.start, run.start + rows, device=device)
     return run.branches.depth.to(device) + run.start - (run.branches.sees.shape[1] - rows)
+
+
+def left_of(pruner: TokenPruner, depth: int, tokens: int) -> int:
+    """How many of the `tokens` of each unit of a stream `pruner` leaves on a model of `depth` layers; raises `RecipeError`
+    where it leaves none."""
+    left = quota(pruner.stages(depth)[0].share, tokens)
+    if not left:
+        raise RecipeError(
+            f"prune {pruner.name!r} keeps none of the {tokens} tokens of a frame; give it a larger share, for a memory "
+            "of streams has some of each."
+        )
+    return left
+
+
+def thinned(
+    pruner: TokenPruner, depth: int, rows: Tensor, units: int, unit: int, vision: VisionProbe | None
+) -> tuple[Tensor, Tensor]:
+    """What `pruner` leaves of features `rows` [units * unit + m, E] of units and of the marks behind them: as
+    `StreamModel.features` gives them. Of each unit the same number stays."""
+    inside, left = units * unit, left_of(pruner, depth, unit)
+    place = torch.arange(len(rows), device=rows.device)[None]
+    frame = torch.where(place < inside, place // unit, -1)
+    layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=frame)
+    signals = Signals(hidden=rows[None])
+    if vision is not None:
+        signals.update(vision.take(layout))
+    kept = pruner.cut(signals, layout, pruner.stages(depth)[0])
+    columns = checked_columns(pruner, kept.columns, layout)
+    counts = torch.bincount(columns[columns < inside] // unit, minlength=units)
+    if bool((counts != left).any()):
+        raise RecipeError(
+            f"prune {pruner.name!r} keeps unlike numbers of tokens of frames, and a memory of streams has {left} of each; "
+            "leave prune out."
+        )
+    states = rows[columns] if kept.states is None else kept.states
+    return states[: units * left].view(units, left, -1), states[units * left :]

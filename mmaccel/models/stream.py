@@ -25,6 +25,7 @@ from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
+from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import step
@@ -32,6 +33,8 @@ from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.modules import in_batches, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
+from mmaccel.models.pruning import left_of, thinned
+from mmaccel.models.signals import VisionProbe
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -48,6 +51,8 @@ class StreamPasses:
 
     attachment  the recipe that is attached, if the stream is its own; any other that is attached refuses a pass
     """
+
+    left_out: int | None = None
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
         places = {str(p.device) for p in family.text(model).parameters()}
@@ -72,11 +77,31 @@ class StreamPasses:
         return step.StreamSteps(self.model, self.family)
 
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
-        """Of a video's `inputs`: features [units, unit, E] of its units, and [m, E] of the marks behind them."""
-        with self._busy(), in_batches(self.family, self.model):
+        """Of a video's `inputs`: features [units, P, E] of its units, of `unit` tokens or as many as the recipe's pruner
+        leaves, and [m, E] of the marks behind them."""
+        with self._busy(), in_batches(self.family, self.model), Hooks() as hooks:
+            listens = self.thins is not None and self.thins.needs & {"vision_attention", "vision_key"}
+            vision = VisionProbe(hooks, self.model, self.family) if listens else None
             rows = self.family.frames(self.model, inputs)
+        if self.thins is not None and units:
+            return thinned(self.thins, self.view.geometry.layers, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
+
+    @property
+    def thins(self) -> TokenPruner | None:
+        """What takes tokens of each unit before the language model sees it."""
+        prune = self.attention.recipe.prune
+        acts = None if prune is None else prune.on_stream()
+        return None if acts is None or acts.stage != "frames" or not acts.compact else acts
+
+    def _kept(self, made: PositionIds) -> PositionIds:
+        """The places of what the recipe's pruner leaves of units at `made`."""
+        if self.thins is None:
+            return made
+        left = left_of(self.thins, self.view.geometry.layers, made.tokens)
+        self.left_out = made.tokens - left
+        return made.anew(left)
 
     def words(self, ids: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -294,7 +319,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
                 "frame; a stream cannot follow them."
             )
-        return made
+        return self._kept(made)
 
     def _positions(
         self, size: tuple[int, int], fps: float | None, units: int

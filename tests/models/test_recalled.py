@@ -356,7 +356,7 @@ class ByStates(FastV):
 
 
 def test_what_has_no_part_in_a_question_is_told_before_a_weight_moves() -> None:
-    for prune in (VisionZip(), DyCoke(), ByStates()):
+    for prune in (VisionZip(carry=True), DyCoke(), ByStates()):
         for kv in ("full", "rekv"):
             told = refusal(kv=kv, prune=prune)
             assert f"prune '{prune.name}' works on the states of a whole prompt, and kv '{kv}'" in told

@@ -156,7 +156,8 @@ class TokenPruner(Policy, ABC, kind="prune"):
     def on_stream(self) -> TokenPruner | None:
         """What acts in its place on a stream, where a question sees keys and values of what was read before it and no
         states; None: it has no part in one. A pruner of stage "layer" acts on what the question recalls (`RecallPruning`),
-        in layouts whose frames are the units shown, by rank, without rows and columns of cells."""
+        in layouts whose frames are the units shown, by rank, with no cells. A `compact` one of stage "frames" acts on each
+        unit before it is stored, and leaves the share of its stage, rounded down."""
         return self if self.stage == "layer" and self.needs <= {"attention"} else None
 
     @property

@@ -95,6 +95,11 @@ def read_stream(
             raise damaged(told.parent, f"{name} in {told.name} cannot be")
     live = StreamRunner(adapter, kv, chunk, _read_info(data, facts, adapter))
     try:
+        if (tokens := live.stream.places.tokens) != facts["unit"]:
+            raise ModelError(
+                f"{told.parent} has {facts['unit']} tokens of each frame and this session {tokens}; open it with the prune "
+                "that it was saved with."
+            )
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
             live.stream.places.told(0, live.info.shown(0))
         live.state.load(data / MEMORY)

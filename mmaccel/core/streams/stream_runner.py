@@ -269,8 +269,9 @@ class StreamRunner:
         prune = adapter.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
         depth, seen = adapter.view.geometry.layers, before + asking.visual
-        pruned = None if acts is None else RecallPruning(state, acts, self.stream, depth, seen)
-        state = state if pruned is None else pruned
+        pruned = None
+        if acts is not None and (acts.stage == "layer" or acts.glance is not None):
+            state = pruned = RecallPruning(state, acts, self.stream, depth, seen)
         parts = [info.marks, asking.embeds]
         if info.pending is not None:
             parts.insert(0, adapter.features(filled(info.pending, adapter.pace), info.size)[0][0])
@@ -332,8 +333,15 @@ class StreamRunner:
         self.beside.back(beside)
 
     def counters(self) -> dict[str, float]:
-        """Those of the memory, and what a pruner left of what the last question recalled."""
-        return {**self.state.counters(), **self._pruned}
+        """Those of the memory, and what a pruner left of all units, or of what the last question recalled."""
+        counted, left_out = {**self.state.counters(), **self._pruned}, self.adapter.left_out
+        if left_out is not None:
+            units, unit = self.state.units(), self.info.unit
+            counted |= {
+                "visual": float(units * (unit + left_out)),
+                "visual from layer 0": float(units * unit),
+            }
+        return counted
 
     def close(self) -> None:
         """Give back what is held outside the device, by the draft's stream too."""

@@ -194,7 +194,7 @@ class TokenMemory(StreamMemory):
         def own() -> Tensor:
             return places.cells(column, self._count + self.clip, own=True)
 
-        if self.compact and places.axes == 1:
+        if self.compact and places.moved == places.axes:
             return self.rope.at(("ranks", count), ranks)
         if not self._facts["pruned"]:
             return self.rope.at(("all", count), own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -73,7 +73,7 @@ class DyCoke(TokenPruner):
         return staying(layout, *kept)
 
     def on_stream(self) -> DyCoke | None:
-        return None if self.drop else self
+        return None if self.drop else replace(self, compact=False)
 
     @property
     def glance(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -45,6 +45,9 @@ class VisionZip(TokenPruner):
     carry       what rounding takes from a frame goes to the next of its size, so that the whole video keeps its share:
                 a tenth of frames of 16 tokens is then one or two of each, and not one
     contextual  share of those that are contextual, rounded to the nearest
+
+    On a stream each frame is pruned before it is stored, and kept tokens are numbered anew (`compact`), as in the released
+    code: a memory has the same places for all frames. There is no `carry` then, for all frames keep the same number.
     """
 
     stage: ClassVar = "frames"
@@ -57,6 +60,9 @@ class VisionZip(TokenPruner):
     def __post_init__(self) -> None:
         check_share(self.name, "retention", self.retention)
         check_share(self.name, "contextual", self.contextual)
+
+    def on_stream(self) -> VisionZip | None:
+        return None if self.carry else replace(self, compact=True)
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, hidden=(0,), share=self.retention),)

@@ -301,8 +301,7 @@ def _may_go(layout: TokenLayout) -> Tensor:
 def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
     """Warn, and note in the report, that `pruner` does nothing to this prompt."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
-    sentence = f"prune {pruner.name!r} did nothing: the prompt has no {what}"
-    meter.note(sentence)
+    meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
     warn(f"{sentence}.")
 
 

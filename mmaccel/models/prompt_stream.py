@@ -33,7 +33,7 @@ NO_FRAMES = (0, 1, 1, 1)
 """The shape of the frames of a prompt without video."""
 
 
-class PromptModel(StreamPasses, StreamModel):
+class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
     """The model of `attachment` as it reads one prompt.
 
     inputs  of one sequence: ids [1, S], pixels, grids; no padding
@@ -59,10 +59,10 @@ class PromptModel(StreamPasses, StreamModel):
         self._unit, self._count = 1, 0
         if self._video is not None:
             self.frames, self._made = self.family.by_frame(self.model, own)
-            self._count = len(self.frames) // self.pace
+            self._count = len(self.frames) // self.frames_a_step
             self._unit = (self._inside - self._head) // self._count
             pace = self.family.pace_of(self.model, own)
-            seconds = 1.0 if pace is None else pace.unit / self.pace
+            seconds = 1.0 if pace is None else pace.unit / self.frames_a_step
         self.times = [number * seconds for number in range(len(self.frames))]
         visual = (layout.modality[0, self._tail :] != TEXT).nonzero()[:, 0]
         self._visual = len(visual) > 0
@@ -139,7 +139,7 @@ class PromptModel(StreamPasses, StreamModel):
         if not len(frames):
             none = self._rest[:0]
             return none[:, None].expand(0, self._unit, -1), none
-        return self.encoded(self._made(frames.to(self.device)), len(frames) // self.pace, self._unit)
+        return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, self._unit)
 
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})
@@ -171,7 +171,7 @@ class PromptModel(StreamPasses, StreamModel):
     def _alone(self, units: int) -> tuple[dict[str, Any], int]:
         """Inputs of a video of so many units alone, and the position of what follows the units."""
         ids, inside = self.inputs["input_ids"], units * self._unit
-        made = self._made(self.frames[:1].expand(units * self.pace, -1, -1, -1))
+        made = self._made(self.frames[:1].expand(units * self.frames_a_step, -1, -1, -1))
         marks = self._tail - self._inside
         video = ids[:, self._head : self._head + 1].expand(-1, inside + marks)
         word = next(n for n in range(ids.numel()) if n not in self.family.placeholders(self.model))

@@ -26,10 +26,9 @@ from mmaccel.core.prefill.prune import (
     checked_columns,
     observers,
     paid,
-    quota,
-    tell_idle,
     thin,
 )
+from mmaccel.core.prefill.recalled import tell_idle
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.signals import VisionProbe
 
@@ -251,10 +250,9 @@ def _numbered(run: ForwardPass) -> Tensor:
     return run.branches.depth.to(device) + run.start - (run.branches.sees.shape[1] - rows)
 
 
-def left_of(pruner: TokenPruner, depth: int, tokens: int) -> int:
-    """How many of the `tokens` of each unit of a stream `pruner` leaves on a model of `depth` layers; raises `RecipeError`
-    where it leaves none."""
-    left = quota(pruner.stages(depth)[0].share, tokens)
+def left_of(pruner: TokenPruner, tokens: int) -> int:
+    """How many of the `tokens` of each frame of a group of a stream `pruner` leaves; raises `RecipeError` for none."""
+    left = pruner.left(tokens)
     if not left:
         raise RecipeError(
             f"prune {pruner.name!r} keeps none of the {tokens} tokens of a frame; give it a larger share, for a memory "
@@ -264,24 +262,24 @@ def left_of(pruner: TokenPruner, depth: int, tokens: int) -> int:
 
 
 def thinned(
-    pruner: TokenPruner, depth: int, rows: Tensor, units: int, unit: int, vision: VisionProbe | None
+    pruner: TokenPruner, depth: int, rows: Tensor, frames: int, tokens: int, vision: VisionProbe | None
 ) -> tuple[Tensor, Tensor]:
-    """What `pruner` leaves of features `rows` [units * unit + m, E] of units and of the marks behind them: as
-    `StreamModel.features` gives them. Of each unit the same number stays."""
-    inside, left = units * unit, left_of(pruner, depth, unit)
+    """What `pruner` leaves of features `rows` [frames * tokens + m, E] of frames and of the marks behind them, as
+    `StreamModel.features` gives them: of each group of frames the same number, one unit."""
+    inside, left, each = frames * tokens, left_of(pruner, tokens), tokens * pruner.group
     place = torch.arange(len(rows), device=rows.device)[None]
-    frame = torch.where(place < inside, place // unit, -1)
+    frame = torch.where(place < inside, place // tokens, -1)
     layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=frame)
     signals = Signals(hidden=rows[None])
     if vision is not None:
         signals.update(vision.take(layout))
     kept = pruner.cut(signals, layout, pruner.stages(depth)[0])
     columns = checked_columns(pruner, kept.columns, layout)
-    counts = torch.bincount(columns[columns < inside] // unit, minlength=units)
+    counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)
     if bool((counts != left).any()):
         raise RecipeError(
-            f"prune {pruner.name!r} keeps unlike numbers of tokens of frames, and a memory of streams has {left} of each; "
-            "leave prune out."
+            f"prune {pruner.name!r} does not leave {left} tokens of each unit, as it says, and a memory of streams has as "
+            "many of each; mend its left."
         )
-    states = rows[columns] if kept.states is None else kept.states
-    return states[: units * left].view(units, left, -1), states[units * left :]
+    states, end = rows[columns] if kept.states is None else kept.states, left * len(counts)
+    return states[:end].view(len(counts), left, -1), states[end:]

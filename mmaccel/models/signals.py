@@ -25,9 +25,9 @@ from mmaccel.core.prefill.prune import (
     checked_columns,
     observers,
     paid,
-    tell_idle,
     thin,
 )
+from mmaccel.core.prefill.recalled import tell_idle
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.modules import METHODS
 from mmaccel.models.prompt_layout import PIXELS, by_name

@@ -62,7 +62,7 @@ class StreamPasses:
             )
         self.model, self.family, self._attachment = model, family, attachment
         self.view = ModelView(model, family, adapter_for)
-        self.pace = family.pace(model)
+        self.frames_a_step = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         self.attention = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
@@ -77,8 +77,8 @@ class StreamPasses:
         return step.StreamSteps(self.model, self.family)
 
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
-        """Of a video's `inputs`: features [units, P, E] of its units, of `unit` tokens or as many as the recipe's pruner
-        leaves, and [m, E] of the marks behind them."""
+        """Of a video's `inputs`, `units` steps of `unit` tokens: features [n, P, E] of the units of a stream, which are
+        these or what the recipe's pruner leaves of each group of them, and [m, E] of the marks behind them."""
         with self._busy(), in_batches(self.family, self.model), Hooks() as hooks:
             listens = self.thins is not None and self.thins.needs & {"vision_attention", "vision_key"}
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
@@ -87,6 +87,10 @@ class StreamPasses:
             return thinned(self.thins, self.view.geometry.layers, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
+
+    @property
+    def pace(self) -> int:  # type: ignore[override]
+        return self.frames_a_step * (1 if self.thins is None else self.thins.group)
 
     @property
     def thins(self) -> TokenPruner | None:
@@ -99,8 +103,8 @@ class StreamPasses:
         """The places of what the recipe's pruner leaves of units at `made`."""
         if self.thins is None:
             return made
-        left = left_of(self.thins, self.view.geometry.layers, made.tokens)
-        self.left_out = made.tokens - left
+        left = left_of(self.thins, made.tokens)
+        self.left_out = made.tokens * self.thins.group - left
         return made.anew(left)
 
     def words(self, ids: Tensor) -> Tensor:
@@ -191,7 +195,7 @@ class StreamPasses:
             yield
 
 
-class HFStreamAdapter(StreamPasses, StreamAdapter):
+class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     """A model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
@@ -251,7 +255,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):
                 f"frames of {frames.shape[3]}x{frames.shape[2]} come to the model in a size that depends on their number; "
                 "set cap_pixels_per_frame to false in the processor's video settings."
             )
-        return self.encoded(inputs, frames.shape[0] // self.pace, unit)
+        return self.encoded(inputs, frames.shape[0] // self.frames_a_step, unit)
 
     def _unit(self, size: tuple[int, int]) -> tuple[tuple[int, int], int]:
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
@@ -325,7 +329,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):
         self, size: tuple[int, int], fps: float | None, units: int
     ) -> tuple[dict[str, Any], Tensor, Tensor, int]:
         """A prompt with so many units, the positions of its head [A, h] and units [A, units * P], and its text's first."""
-        frames = torch.zeros(units * self.pace, 3, *size, dtype=torch.uint8)
+        frames = torch.zeros(units * self.frames_a_step, 3, *size, dtype=torch.uint8)
         inputs = self.processor(
             self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
         )

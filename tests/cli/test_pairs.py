@@ -23,8 +23,8 @@ def test_the_page_is_what_recipes_say(call: Callable[..., tuple[int, str, str]])
 
 
 def test_a_cell_is_yes_or_the_reason_without_names() -> None:
-    told = pairs.together("kv", "prune", "rekv", "dycoke")
-    assert told.startswith("prune works on the states of a whole prompt") and "'dycoke'" not in told
+    told = pairs.together("draft", "prune", "sparse_to_dense", "fastv")
+    assert told.startswith("draft reads the target's memory") and "'fastv'" not in told
     assert (
         pairs.together("kv", "prune", "rekv", "fastv")
         == pairs.together("kv", "prune", "window", "fastv")

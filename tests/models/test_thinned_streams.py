@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,10 +13,10 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import PositionIds, TokenLayout
-from mmaccel.core.prefill.prune import Signals, Stage
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.registry import registry
-from mmaccel.policies.prune import VisionZip
+from mmaccel.policies.prune import DyCoke, VisionZip
 from tests.models.streams import FPS, QUESTION, film
 from tests.models.test_recalled import (
     CLOSE,
@@ -31,30 +32,59 @@ from tests.models.test_recalled import (
 )
 
 ZIP = VisionZip(retention=0.5, contextual=0.4)
-PLAIN = VisionZip(retention=0.5, contextual=0.4, compact=True)
+PLAIN = replace(ZIP, compact=True)
 """What `ZIP` is on a stream, and what it is compared with."""
+KINDS: dict[str, TokenPruner] = {
+    "visionzip": ZIP,
+    "dycoke": DyCoke(drop=0.6, forget=0.0),
+    "dycoke that forgets": DyCoke(drop=0.4, forget=0.7, layer=2, refresh=1.0),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv", ROOM)
-def test_with_room_for_all_it_is_the_pruned_model(kv: str, name: str) -> None:
-    inputs = prompt(name)
-    ids, logits, report = said(name, {"prune": PLAIN}, inputs)
+def test_with_room_for_all_it_is_the_pruned_model(kv: str, kind: str, name: str) -> None:
+    """Of a film of whole groups of four frames, or of as many pairs."""
+    inputs, prune = prompt(name), KINDS[kind]
+    ids, logits, report = said(name, {"prune": replace(prune, compact=True)}, inputs)
     bare = said(name, {}, inputs)[0]
     assert ids.tolist() != bare.tolist() and len(ids.unique()) > 1
-    own = answer(name, {"kv": ROOM[kv], "prune": ZIP}, "ingest")
+    own = answer(name, {"kv": ROOM[kv], "prune": prune}, "ingest")
     assert own[0] == ids.tolist()
     torch.testing.assert_close(own[1], logits[0], **CLOSE)  # type: ignore[arg-type]
-    names = ("visual", "visual from layer 0")
+    names = [one for one in report.kv if one.startswith("visual")]
+    assert len(names) == 2 + ("forgets" in kind)
     assert [own[2][one] for one in names] == [report.kv[one] for one in names]
-    assert 2 * own[2]["visual from layer 0"] <= own[2]["visual"]
+    assert own[2]["visual from layer 0"] < 0.8 * own[2]["visual"]
     if kv not in ("full", "window"):  # whose prompts go another way
-        called = said(name, {"kv": ROOM[kv], "prune": ZIP}, inputs)
-        assert (
-            torch.equal(called[0], ids)
-            and called[2].kv["visual from layer 0"] == own[2]["visual from layer 0"]
-        )
+        called = said(name, {"kv": ROOM[kv], "prune": prune}, inputs)
+        assert torch.equal(called[0], ids)
+        assert [called[2].kv[one] for one in names] == [report.kv[one] for one in names]
         torch.testing.assert_close(called[1], logits, **CLOSE)  # type: ignore[arg-type]
+
+
+def test_four_frames_are_a_unit_and_the_last_fill_up(tmp_path: Path) -> None:
+    model, prune = SHARP["random-ov"], KINDS["dycoke that forgets"]
+    with mmaccel.VideoSession(*model, kv=TIGHT["rekv"], prune=prune) as session:
+        for begin, end in ((0, 3), (3, 10), (10, 22)):
+            session.watch(film(FRAMES)[begin:end], fps=FPS)
+        want = session.ask(QUESTION, TOKENS)
+        assert want.counters["units"] == 5 and len(session.shown) == 5
+        assert all(one.frames[1] - one.frames[0] == 3 for one in want.evidence) and want.evidence
+        session.save(tmp_path / "saved")
+    with mmaccel.VideoSession.resume(*model, tmp_path / "saved") as again:
+        assert again.ask(QUESTION, TOKENS).ids == want.ids
+    filled = torch.cat([film(FRAMES)[:22], film(FRAMES)[21:22].expand(2, -1, -1, -1)])
+    with mmaccel.VideoSession(*model, kv="full", prune=prune) as whole:
+        whole.watch(filled, fps=FPS)
+        answers = [list(whole.ask(QUESTION, TOKENS).ids)]
+    with mmaccel.VideoSession(*model, kv="full", prune=replace(prune, forget=0.0)) as whole:
+        whole.watch(filled, fps=FPS)
+        answers.append(list(whole.ask(QUESTION, TOKENS).ids))
+    with mmaccel.VideoSession(*model, kv="full", prune=replace(prune, forget=0.0)) as part:
+        part.watch(filled[:22], fps=FPS)
+        assert list(part.ask(QUESTION, TOKENS).ids) == answers[1] != answers[0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -140,7 +170,7 @@ def test_what_gives_frames_unlike_numbers_is_refused() -> None:
     model = SHARP["random-ov"]
     for prune, told in (
         (VisionZip(retention=0.001), "keeps none of the"),
-        (Uneven(compact=True), "keeps unlike numbers of tokens"),
+        (Uneven(compact=True), "does not leave .* tokens of each unit, as it says"),
     ):
         with (
             mmaccel.VideoSession(*model, kv="rekv", prune=prune) as session,
@@ -173,6 +203,5 @@ def test_places_anew_are_numbers_in_a_row_on_every_axis() -> None:
 
 def test_every_pruner_of_the_target_has_a_part_in_a_stream_or_is_refused() -> None:
     acts = {name: registry("prune").build(name, {}).on_stream() for name in registry("prune")}
-    assert {name for name, one in acts.items() if one is not None} == {
-        "fastv", "pyramid_drop", "sparsevlm", "visionzip",
-    }  # fmt: skip
+    told = {name for name, one in acts.items() if one is not None}
+    assert told == {"dycoke", "fastv", "pyramid_drop", "sparsevlm", "visionzip"}

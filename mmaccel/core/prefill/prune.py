@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, UnknownName, check_choice, shown, warn
-from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import Policy
-from mmaccel.core.report import Meter
 
 SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
 """What a pruner may need; all float, without a batch axis.
@@ -111,6 +110,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
             those of a "draft"'s prompt, by signals of the target, whose own output then stays as it is
     needs   names of `SIGNALS` it reads
     prunes  the modalities it prunes: images, videos or both; tokens of others stay
+    group   frames (or temporal patches) that it prunes together
 
     compact  number the kept tokens anew, 0, 1, 2, ... on every rotary axis; otherwise each keeps its own position, so that
              M-RoPE's time and place stay true, and text stands where it stood
@@ -119,6 +119,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
     stage: ClassVar[Literal["frames", "layer", "draft"]]
     needs: ClassVar[frozenset[str]] = frozenset()
     prunes: ClassVar[frozenset[int]] = frozenset({IMAGE, VIDEO})
+    group: ClassVar[int] = 1
 
     compact: bool = False
 
@@ -157,8 +158,14 @@ class TokenPruner(Policy, ABC, kind="prune"):
         """What acts in its place on a stream, where a question sees keys and values of what was read before it and no
         states; None: it has no part in one. A pruner of stage "layer" acts on what the question recalls (`RecallPruning`),
         in layouts whose frames are the units shown, by rank, with no cells. A `compact` one of stage "frames" acts on each
-        unit before it is stored, and leaves the share of its stage, rounded down."""
+        `group` of frames before it is stored, as one unit, of which it leaves `left`."""
         return self if self.stage == "layer" and self.needs <= {"attention"} else None
+
+    def left(self, tokens: int) -> int:
+        """How many tokens it leaves on a stream of a group of frames of `tokens` each."""
+        raise RecipeError(
+            f"prune {self.name!r} does not say how many tokens of a frame are left; write left."
+        )
 
     @property
     def glance(self) -> int | None:
@@ -296,13 +303,6 @@ def _may_go(layout: TokenLayout) -> Tensor:
     """Which tokens belong to a frame, or to the finer tiles of an image: those with a cell. Marks have no cell."""
     celled = (layout.frame[0] >= 0) | (layout.row[0] >= 0)
     return (layout.modality[0] != TEXT) & celled & layout.valid[0]
-
-
-def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
-    """Warn, and note in the report, that `pruner` does nothing to this prompt."""
-    what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
-    meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
-    warn(f"{sentence}.")
 
 
 def frames(layout: TokenLayout) -> list[Tensor]:

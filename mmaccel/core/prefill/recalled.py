@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.errors import warn
+from mmaccel.core.layout import MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState, grow_buffer
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, paid, thin
+from mmaccel.core.report import Meter
 
 
 class RecallPruning(StreamState):
@@ -226,6 +228,13 @@ class RecallPruning(StreamState):
 
     def restore(self, mark: Any) -> None:
         self.state.restore(mark)
+
+
+def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
+    """Warn, and note in the report, that `pruner` does nothing to this prompt."""
+    what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
+    meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
+    warn(f"{sentence}.")
 
 
 def _name(layer: int) -> str:

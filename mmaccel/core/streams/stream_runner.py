@@ -18,8 +18,7 @@ from mmaccel.core.decoding.generate import Deadline, Evidence
 from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
-from mmaccel.core.prefill.prune import tell_idle
-from mmaccel.core.prefill.recalled import RecallPruning
+from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.question import QuestionRunner
 

@@ -29,11 +29,15 @@ class DyCoke(TokenPruner):
     Lossy. After Tao et al. (arXiv 2411.15024). What a frame loses is rounded so that (1 - drop) of it, rounded down, stays;
     frames at the end that make no four are thinned as far as they go; frames of unlike grids are left alone. In the released
     code a step that does not choose anew runs unpruned; here the choice stands.
+
+    On a stream four frames are thinned together before they are stored, as one unit of the memory, and kept tokens are
+    numbered anew (`compact`), for a memory has the same places for all units. The last four are filled up with the last.
     """
 
     stage: ClassVar = "frames"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
     prunes: ClassVar[frozenset[int]] = frozenset({VIDEO})
+    group: ClassVar[int] = 4
 
     drop: float = 0.7
     forget: float = 0.7
@@ -72,8 +76,11 @@ class DyCoke(TokenPruner):
                 kept[i] = frame[best(-likeness, quota(1 - self.drop, len(frame)))]
         return staying(layout, *kept)
 
-    def on_stream(self) -> DyCoke | None:
-        return None if self.drop else replace(self, compact=False)
+    def on_stream(self) -> DyCoke:
+        return replace(self, compact=self.drop > 0)
+
+    def left(self, tokens: int) -> int:
+        return tokens + (self.group - 1) * quota(1 - self.drop, tokens)
 
     @property
     def glance(self) -> int | None:

@@ -64,6 +64,9 @@ class VisionZip(TokenPruner):
     def on_stream(self) -> VisionZip | None:
         return None if self.carry else replace(self, compact=True)
 
+    def left(self, tokens: int) -> int:
+        return quota(self.retention, tokens)
+
     def stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, hidden=(0,), share=self.retention),)
 

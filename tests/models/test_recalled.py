@@ -14,7 +14,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
-from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.prune import TokenPruner, candidates, observers, question
 from mmaccel.core.prefill.recalled import RecallPruning
@@ -376,6 +376,18 @@ def test_a_prompt_goes_in_by_chunks_and_its_question_is_pruned_whole() -> None:
     torch.testing.assert_close(parts[1], whole[1], **CLOSE)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="runs the prompt whole; set chunk to null"):
         Recipe(kv="full", prune="fastv", chunk=64)
+
+
+class OfImages(FastV):
+    prunes: ClassVar[frozenset[int]] = frozenset({IMAGE})
+
+
+def test_a_pruner_of_images_leaves_a_stream_s_frames() -> None:
+    with session("random-ov", {"kv": TIGHT["rekv"], "prune": OfImages(layer=1, retention=0.0)}) as one:
+        with pytest.warns(MmaccelWarning, match="prune 'fastv' did nothing: the prompt has no image tokens"):
+            ids = one.ask(QUESTION, TOKENS).ids
+        assert one.report().notes and one.counters()["visual"] == 0
+    assert list(ids) == answer("random-ov", {"kv": TIGHT["rekv"]})[0]
 
 
 def test_raters_are_the_words_where_there_are_no_embeddings() -> None:

@@ -76,8 +76,8 @@ class RecallPruning(StreamState):
         alike = self.state.recalls_alike or base - first == self.state.units() * self._stream.unit
         query = query if view.query is None else view.query
         if stream_pass.kind == "question":
-            self._count("visual", base - first)
-            if base > first:
+            if base > first and VIDEO in self.pruner.prunes:
+                self._count("visual", base - first)
                 self._drop(layer, view, query, self._layout(first, base, view.key.device), alike)
                 self._tell(layer, first)
         elif stream_pass.rows == 1 and layer >= self._glance and base > first:

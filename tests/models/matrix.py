@@ -73,8 +73,9 @@ PRUNERS = {
 PRUNE: dict[str, Any] = {
     **{name: None if name == "none" else name for name in PRUNERS["target"]},
     "fastv": {"name": "fastv", "retention": 0.3},
-    "visionzip": {"name": "visionzip", "retention": 0.7},
-    "dycoke": {"name": "dycoke", "forget": 0},
+    # What they leave of a clip of a memory is long enough for a pattern.
+    "visionzip": {"name": "visionzip", "retention": 0.85},
+    "dycoke": {"name": "dycoke", "drop": 0.2, "forget": 0},
 }
 AXES: dict[str, list[str]] = {
     "family": ["random-ov", "random-qwen"],

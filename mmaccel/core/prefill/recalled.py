@@ -172,6 +172,7 @@ class RecallPruning(StreamState):
         chosen = self._glanced[by][1] if layer > self._glance else None
         if chosen is None:
             return self._shown(layer, view, base)
+        chosen = chosen if held is None else chosen[torch.isin(chosen, held)]
         self.counts["visual seen decoding"] = float(len(chosen))
         ends = torch.arange(first, device=device), torch.arange(base, view.key.shape[2], device=device)
         columns = torch.cat([ends[0], chosen, ends[1]])

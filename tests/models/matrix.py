@@ -204,7 +204,9 @@ def check_acted(cell: Cell) -> None:
     ids, report = run(cell)
     assert ids and not report.notes, report.notes
     if cell.sparse != "dense":
-        assert report.kept is not None and report.kept < 1
+        # What a pruner of frames leaves of a clip of streammem is four blocks, which some patterns list whole.
+        short = cell.kv == "streammem" and cell.prune in ("dycoke", "visionzip")
+        assert report.kept is not None and (report.kept < 1 or short)
         assert any(cell.sparse in name for name in report.heads()), report.heads()
     if cell.kv not in ("full", "offload"):
         acted = [report.kv.get(name, 0) > 0 for name in ("recalled", "pruned", "merged", "kept")]

@@ -36,7 +36,7 @@ from mmaccel.models import step as steps
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import _remote_drafter
-from mmaccel.policies.draft._draft_model import DraftDecoder
+from mmaccel.policies.draft._draft_decoder import DraftDecoder
 
 VOCAB = 150_000
 START = 7

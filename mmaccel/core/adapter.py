@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import Columns, TokenLayout
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,29 @@ class Branches:
 
 
 class Runner(ABC):
-    """One sequence at work on one model: prefill once, then step and roll back; positions are explicit. No gradients."""
+    """One sequence at work on one model: a prompt, then steps back and forth, then perhaps the prompt of the next turn;
+    positions are explicit. No gradients.
+
+    lasting  another prompt may follow: what `keep` leaves out of one stays at hand
+    """
+
+    lasting: bool = False
 
     @abstractmethod
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Run the whole prompt (ids, pixels, grids; batch 1); logits [1, V] of its last token.
+        """Run the whole prompt (ids, pixels, grids; batch 1), after what was run; logits [1, V] of its last token.
 
         keep [n] runs only those columns, the last one among them, each at its own rotary position; with `compact` they are
-        numbered anew.
+        numbered anew. They count from the first column of the first prompt: of a later turn, prompts before it are run
+        anew, and `inputs` begin where the prompt before ended.
         """
 
     @abstractmethod
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         """Run `ids` [1, n] after what was run; logits [1, n, V]. They are a chain, or the rows of a tree."""
 
-    def resume(self, inputs: Mapping[str, Any]) -> None:
-        """Go on after the prompt of `inputs`, which the memory holds already."""
+    def resume(self, inputs: Mapping[str, Any], past: Columns | None = None) -> None:
+        """Go on after the prompt of `inputs`, which the memory holds already, behind the columns `past`."""
         raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
 
     def accept(self, path: Tensor) -> None:

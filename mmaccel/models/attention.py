@@ -25,6 +25,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.layout import Columns as Columns
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.prefill.attention import ForwardPass
@@ -219,14 +220,6 @@ def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Te
             return None
         positions = positions[0]
     return find_packed_sequence_indices(positions)
-
-
-@dataclass
-class Columns:
-    """What is known of the columns a cache holds: their layout, and the step from a column to its rotary position."""
-
-    layout: TokenLayout
-    delta: Tensor
 
 
 class _Door:

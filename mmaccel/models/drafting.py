@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Ended, Speculation, lockstep
-from mmaccel.core.errors import DraftError, ModelError, warn
-from mmaccel.core.layout import IMAGE, VIDEO
+from mmaccel.core.errors import DraftError, warn
+from mmaccel.core.prefill.prune import of_turn
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import PIXELS, columns, is_given
+from mmaccel.models.prompt_layout import PIXELS, columns
 from mmaccel.models.prompt_stream import PromptRunner, runner_of
-from mmaccel.models.runner import unpadded
+from mmaccel.models.sequences import (
+    DraftTurn,
+    allowed_to,
+    filled,
+    known,
+    new_inputs,
+    split_batch,
+    without_pads,
+)
 from mmaccel.models.signals import Listener
 
 STATEFUL = {
@@ -30,8 +37,9 @@ STATEFUL = {
 draft asks about tokens that are refused, too, and about the same place twice."""
 
 
-def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
-    """Run the model's own `generate` up to its decoding loop, and there our own; one beam.
+def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False) -> Any:
+    """Run the model's own `generate` up to its decoding loop, and there our own; one beam. `lasts`: another turn may follow,
+    for the caller has the cache.
 
     The sequences of a batch, or the several of one prompt, are prepared one after the other, without their padding, and
     decoded in `lockstep`, each as it would be alone, with its own cache and random numbers (no `past_key_values` come back).
@@ -45,7 +53,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             for row, generator in sequences:
                 seconds = attachment.time_left()
                 row = row if seconds is None else {**row, "max_time": seconds}
-                begun.append(_Sequence(attachment, row, generator))
+                begun.append(_Sequence(attachment, row, generator, lasts and len(sequences) == 1))
                 if not attachment.owner.recipe.kv.sequences:  # one memory of a stream after the other
                     lockstep([begun[-1].decoding])
                     begun[-1].end()
@@ -143,19 +151,24 @@ class _Sequence:
     """
 
     decoding: Speculation
+    _listener: Listener | None = None
 
     def __init__(
-        self, attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None
+        self,
+        attachment: Attachment,
+        kwargs: dict[str, Any],
+        generator: torch.Generator | None,
+        lasts: bool,
     ) -> None:
         """Read the prompt, and commit its first token."""
-        self._attachment, self._generator = attachment, generator
+        self._attachment, self._generator, self._lasts = attachment, generator, lasts
         self.given, self._over = kwargs["input_ids"], False
         streams = not attachment.owner.recipe.kv.sequences
         if kwargs.get("past_key_values") is None and not streams:
             # One of a batch, whose cache and layout are not its own.
             kwargs["past_key_values"] = attachment.cache()
             attachment.promise(kwargs)
-        kwargs = _without_pads(attachment, kwargs)
+        kwargs = without_pads(attachment, kwargs)
         kwargs = kwargs if streams else attachment.limited(kwargs)
         self._raw = dict(kwargs)
         # transformers shows it the prompt, and leaves the rest to the loop
@@ -199,24 +212,28 @@ class _Sequence:
         self.cache, most = model_kwargs.pop("past_key_values", None), options.max_length - input_ids.shape[1]
         if not owner.recipe.kv.sequences:
             self.cache = None
-        elif self.cache.get_seq_length():
-            raise DraftError(
-                f"past_key_values: draft {draft.name!r} starts from an empty cache; leave it out."
-            )
+        given, past = self._raw, None
+        if held := filled(self.cache):
+            given, past = new_inputs(self._raw, held), known(attachment, self.cache)
+            assert past is not None
+        self._turn = turn = DraftTurn.of(self.cache, draft)
         self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
         self.runner = runner_of(attachment, model, self.cache, most)
         warped = options.do_sample or logits_processor
         prompt = Prompt(
-            inputs=self._raw,
+            inputs=given if past is None else {**given, "position_ids": None},
             ids=input_ids,
             warp=Sampling(logits_processor, options.do_sample) if warped else None,
             generator=self._generator,
             max_new_tokens=most,
+            past=past,
+            left=turn.take(),
+            lasts=self._lasts,
         )
         scored = options.return_dict_in_generate and (options.output_scores or options.output_logits)
         self.rows: list[Tensor] | None = [] if scored else None
         self.meter = owner.attention.meter.sequence()
-        careful = CarefulDraft(self.meter)
+        careful = self._careful = CarefulDraft(self.meter, lasts=self._lasts)
         meter, streamer = self.meter, self._streamer
 
         def emit(tokens: Tensor) -> None:
@@ -237,10 +254,16 @@ class _Sequence:
                 state.begin(prompt)
                 pruner, probe = state.pruner(draft.pruner), state.probe()
             if pruner is not None:
-                layout = attachment.family.layout(attachment.model, self._raw)
-                listener = Listener(owner, pruner, layout, keep, careful.drop)
+                layout, new = attachment.family.layout(attachment.model, given), None
+                if past is not None:
+                    layout, new = of_turn(past.layout, layout), layout.length
+                self._listener = listener = Listener(
+                    owner, pruner, layout, keep, careful.drop, new, turn.heard, self._lasts
+                )
             probes = [one for one in (probe, listener) if one is not None]
-            inputs = self._raw if self.cache is None else {"input_ids": input_ids, **model_kwargs}
+            inputs = (
+                given if past is not None or self.cache is None else {"input_ids": input_ids, **model_kwargs}
+            )
             first = self.runner.prefill(inputs, probes=probes)
             if listener is not None:
                 listener.close()
@@ -258,10 +281,16 @@ class _Sequence:
                 rows=self.rows,
             )
         except BaseException:
-            if careful.state is not None:
-                careful.state.close()
+            careful.close()
+            self._leave()
             self.runner.settle()
             raise
+
+    def _leave(self) -> None:
+        """Keep with the cache what the draft left."""
+        if self._lasts:
+            heard = None if self._listener is None else self._listener.states
+            self._turn.leave(self.cache, self._careful.left, heard)
 
     def end(self) -> None:
         """Leave cache and meter as others expect them, however the decoding ended; a second call does nothing."""
@@ -269,6 +298,7 @@ class _Sequence:
             return
         self._over = True
         self.decoding.close()
+        self._leave()
         self.runner.settle()
         try:
             if self.draft is not None:
@@ -296,30 +326,6 @@ class _Sequence:
         return torch.cat([self.processors(ids[:, : self.read + n], row) for n, row in enumerate(rows)])
 
 
-def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
-    mask = kwargs.get("attention_mask")
-    if mask is None or bool(mask.all()):
-        return kwargs
-    count = int((mask[0] == 0).sum())
-    kwargs = unpadded(kwargs)
-    # A padding token within the prompt is a token like others: without a mask transformers would take it for padding.
-    kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
-    attachment.promise(kwargs)
-    # Lengths that count the prompt count its padding too: it is taken off those that were given.
-    config: Any = kwargs.get("generation_config")
-    held = config if config is not None else attachment.model.generation_config
-    for name in ("max_length", "min_length"):
-        value = kwargs.get(name) or getattr(held, name, None)
-        if not value or (name not in kwargs and value == getattr(type(held)(), name)):
-            continue  # a default counts nothing of the prompt
-        if name in kwargs or config is None:
-            kwargs[name] = value - count
-        else:
-            kwargs["generation_config"] = config = held = copy.deepcopy(held)
-            setattr(config, name, value - count)
-    return kwargs
-
-
 def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
     """Turn `stop_strings` into a criterion here: a decoding loop of one's own makes transformers lose the tokenizer."""
     from transformers import StoppingCriteriaList, StopStringCriteria
@@ -335,44 +341,6 @@ def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
     kwargs.pop("stop_strings", None)
     given = list(kwargs.get("stopping_criteria") or [])
     kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
-
-
-def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The inputs of each sequence of a batch by itself, its padding included; what tells of neither sequences nor
-    pixels stays in each."""
-    if is_given(inputs.get("mm_encoder_outputs")):
-        raise ModelError(
-            "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."
-        )
-    layout = family.layout(model, inputs)
-    rows: list[dict[str, Any]] = []
-    for b in range(layout.batch):
-        row = dict(inputs)
-        for name in ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids"):
-            if is_given(inputs.get(name)):
-                row[name] = inputs[name][..., b : b + 1, :]
-        rows.append(row)
-    for kind in (IMAGE, VIDEO):
-        counts = [layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)]
-        for name, sizes in family.shares(inputs, kind).items():
-            if sum(counts) != len(sizes):
-                raise ModelError(
-                    f"{name} has {len(sizes)} pictures or videos and input_ids {sum(counts)}, so that it cannot be told "
-                    "which sequence each is of; give prompts one by one."
-                )
-            item, begin = 0, 0
-            for row, count in zip(rows, counts, strict=True):
-                end = begin + sum(sizes[item : item + count])
-                row[name] = inputs[name][begin:end]
-                if not count:
-                    del row[name]
-                item, begin = item + count, end
-    return rows
-
-
-def allowed_to(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
-    """What may follow `ids` of sequence `number` of a batch, which transformers takes for the only one."""
-    return allowed(number, ids)
 
 
 def of_one(field: str, verdict: Tensor) -> Tensor:

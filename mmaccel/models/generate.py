@@ -52,8 +52,7 @@ DRAFT = {
     "guidance_scale": "it keeps state from earlier tokens, and {part} scores tokens that may be rejected; "
     "leave one of the two out.",
 }
-"""Arguments of `generate` that a draft does not take. It also refuses filled caches, and processors that remember
-(`drafting.STATEFUL`)."""
+"""Arguments of `generate` that a draft does not take. It also refuses processors that remember (`drafting.STATEFUL`)."""
 STREAM = {
     **DRAFT,
     "guidance_scale": "it runs the model beside {part}, which has one stream; leave it out, or set kv to 'full'.",
@@ -142,6 +141,7 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
 def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     check_generate(attachment, kwargs)
     caches = attachment.asked("use_cache", kwargs) is not False
+    given = kwargs.get("past_key_values") is not None
     if attachment.pruning is not None and not caches:
         # Without a memory each token would have the prompt pruned anew, by a question that has grown.
         out = _untimed(attachment, {**kwargs, "use_cache": True})
@@ -163,20 +163,22 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     if streams:
         attachment.owner.forget()
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
+    held = cache is not None and cache.get_seq_length() > 0
     if chunk := attachment.asked("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
-    if not streams and isinstance(ids, Tensor) and (cache is None or not cache.get_seq_length()):
+    if not streams and isinstance(ids, Tensor) and not held:
         attachment.promise(kwargs)
     try:
         rests = draft and not streams and _draft_rests(attachment, kwargs)
         if streams or (draft and not rests) or _captures(attachment, kwargs):
             from mmaccel.models import drafting
 
-            return drafting.generate(attachment, kwargs)
+            lasts = caches and (given or bool(attachment.asked("return_dict_in_generate", kwargs)))
+            return drafting.generate(attachment, kwargs, lasts and draft and not streams)
         if not wants(attachment, "num_beams", kwargs):
             kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limited(kwargs))
-        if rests:
+        if rests and not held:
             attachment.draft_times.plain(_sequences(attachment, kwargs), columns(kwargs), meter)
         return out
     finally:
@@ -200,15 +202,23 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     """
     owner, times = attachment.owner, attachment.draft_times
     count, choice = _sequences(attachment, kwargs), owner.recipe.draft.in_batches
+    if kwargs["past_key_values"].get_seq_length():
+        from mmaccel.models.sequences import why_not
+
+        why = why_not(attachment, kwargs, count)
+        if why is not None:
+            owner.attention.meter.note(f"draft: it does not draft in this turn: {why}")
+            warn(f"draft {owner.recipe.draft.name!r} does not draft in this turn: {why}.")
+        return why is not None
     if count == 1 or choice == "always":
         return False
     # A memory that counts columns takes no padding, a pruned target no batch; the rest is refused under a draft.
     ours = not owner.recipe.kv.exact or owner.recipe.prune is not None or kwargs.get("streamer") is not None
     # Plain decoding without a cache reads the prompt anew at each step.
-    if ours or kwargs["past_key_values"].get_seq_length() or attachment.asked("use_cache", kwargs) is False:
+    if ours or attachment.asked("use_cache", kwargs) is False:
         return False
     if choice == "never":
-        why: str | None = "in_batches is 'never'"
+        why = "in_batches is 'never'"
     elif attachment.asked("do_sample", kwargs):
         why = "tokens are sampled, and measured times must not change them"
     else:

@@ -122,7 +122,7 @@ class Attachment(Attaching):
             layout = self._promised(ids) if past == 0 else None
             if layout is None:
                 layout = self.family.layout(self.model, kwargs)
-            known = self._known(cache)
+            known = self.known(cache)
             if kwargs.get("position_ids") is None and past == 0:
                 kwargs["position_ids"] = self.family.positions(self.model, kwargs)
             elif kwargs.get("position_ids") is None and known is not None:
@@ -135,7 +135,7 @@ class Attachment(Attaching):
         asked = kwargs.get("use_cache")
         return (asked if asked is not None else getattr(self.text.config, "use_cache", None)) is not False
 
-    def _known(self, cache: Cache | None) -> Columns | None:
+    def known(self, cache: Cache | None) -> Columns | None:
         if isinstance(cache, KVCache):
             return cache.sequence
         return self.sequences.get(cache) if cache is not None else None
@@ -179,7 +179,7 @@ class Attachment(Attaching):
         get there. Raises `ModelError` for a prompt after which there is no position left."""
         ids, most = kwargs.get("input_ids"), positions_of(self.text.config)
         cache = kwargs.get("past_key_values")
-        past, known = 0 if cache is None else cache.get_seq_length(), self._known(cache)
+        past, known = 0 if cache is None else cache.get_seq_length(), self.known(cache)
         if not isinstance(ids, Tensor) or most is None:
             return kwargs
         if not past:
@@ -260,7 +260,7 @@ class Attachment(Attaching):
         packed = packed_in(kwargs, mask, self.family.mrope) if lent else None
         if not recipe.kv.exact or self.pruning is not None:
             cache = self._own(cache, kwargs, new, packed)
-        known = self._known(cache) if start else None
+        known = self.known(cache) if start else None
         if start and known is None:
             if isinstance(cache, KVCache):
                 raise ModelError(
@@ -270,7 +270,10 @@ class Attachment(Attaching):
             known = Columns(text(start, valid), torch.zeros(batch, 1, dtype=torch.long, device=entry.device))
         layout = new if known is None else known.layout.take(slice(0, start)).append(new)
         if cache is not None:
-            delta = self._delta(kwargs.get("position_ids"), layout) if known is None else known.delta
+            places = kwargs.get("position_ids")
+            # After a video text goes on elsewhere than before.
+            moves = known is None or (places is not None and bool((new.modality != 0).any()))
+            delta = self._delta(places, layout) if known is None or moves else known.delta
             if isinstance(cache, KVCache):
                 cache.sequence = Columns(layout, delta)
             else:
@@ -318,7 +321,9 @@ class Attachment(Attaching):
             return torch.zeros_like(end)
         if positions.ndim == 3:
             positions = positions[-3:].amax(0)
-        return positions.amax(1, keepdim=True).to(end.device) + 1 - end
+        # An answer goes on from the last column, which after a long video is not the largest position.
+        last = layout.valid[:, -positions.shape[1] :].long().cumsum(1).argmax(1, keepdim=True)
+        return positions.to(end.device).gather(1, last) + 1 - end
 
     def _pass(self, run: ForwardPass | PackedPass, kwargs: dict[str, Any]) -> Any:
         fed = self._fed(run, kwargs)

@@ -282,4 +282,7 @@ def runner_of(attachment: Attachment, model: nn.Module, cache: Any, room: int) -
     """The runner of one prompt of a call after `cache`; None: on a memory of streams, where `room` tokens may follow it."""
     if cache is None:
         return PromptRunner(attachment, room)
-    return open_runner(model, attachment.family, cache)
+    runner, columns = open_runner(model, attachment.family, cache), attachment.known(cache)
+    if columns is not None and cache.get_seq_length():
+        runner.delta = int(columns.delta)
+    return runner

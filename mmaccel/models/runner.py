@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import TEXT, TokenLayout
+from mmaccel.core.layout import TEXT, Columns, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.prefill.attention import NOTE, Note
 from mmaccel.core.prefill.prune import Probe
@@ -35,6 +35,7 @@ class HFRunner(Runner):
         prompts always do."""
         self.model, self.family, self.cache = model, family, cache
         self.delta = self._last = 0
+        self._whole: tuple[Tensor, Tensor] | None = None  # embeddings and positions of all prompts
         self.steps = decode.SequenceSteps(model, family, rows) if rows else None
         self._moved: KVState | None = None
 
@@ -68,7 +69,13 @@ class HFRunner(Runner):
             raise ModelError(
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."
             )
-        inputs, positions = self._prompt(inputs)
+        if self.length():
+            self.settle()
+        if self._whole is not None:
+            start = int(self._whole[1].flatten(0, -2)[-1, -1]) + 1
+        else:
+            start = self.length() and self.length() + self.delta
+        inputs, positions = self._prompt(inputs, start)
         if keep is not None:
             return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
         if probes:
@@ -76,15 +83,19 @@ class HFRunner(Runner):
         with in_parts(self.family, self.model) if self.family.shown(inputs) else nullcontext():
             return self._read(positions, **inputs)
 
-    def _prompt(self, inputs: Inputs) -> tuple[dict[str, Any], Tensor]:
-        """The inputs of one prompt that the model's forward knows, without padding and empty ones, and its positions."""
+    def _prompt(self, inputs: Inputs, start: int) -> tuple[dict[str, Any], Tensor]:
+        """The inputs of one prompt that the model's forward knows, without padding and empty ones, and its positions, from
+        `start` on where none are given."""
         known = inspect.signature(type(self.model).forward).parameters
         loose = any(p.kind is p.VAR_KEYWORD for p in known.values())
         takes = {*known, "mm_token_type_ids"} if loose else set(known)
         takes -= {"past_key_values", "use_cache", "logits_to_keep"}
         kept = {k: v for k, v in unpadded(inputs).items() if v is not None and k in takes}
         positions = kept.pop("position_ids", None)
-        return kept, self.family.positions(self.model, kept) if positions is None else positions
+        if positions is None:
+            positions = self.family.positions(self.model, kept)
+            positions = positions + start if start else positions
+        return kept, positions
 
     def _read(self, positions: Tensor, **inputs: Any) -> Tensor:
         """Logits [1, V] of the last token of a prompt."""
@@ -92,7 +103,7 @@ class HFRunner(Runner):
             **inputs, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
         )
         # As `generate` does, go on from the last column: after a long video that is not the largest position.
-        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - positions.shape[-1]
+        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - self.length()
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
     def _prefill_kept(self, inputs: dict[str, Any], positions: Tensor, keep: Tensor, compact: bool) -> Tensor:
@@ -102,13 +113,19 @@ class HFRunner(Runner):
                 "prune: an accelerated model cannot be its own pruned draft; load the draft apart."
             )
         with in_parts(self.family, self.model):
-            embeds = self.family.embed(self.model, inputs)[:, keep]
+            embeds = self.family.embed(self.model, inputs)
+        if self._whole is not None:
+            embeds = torch.cat([self._whole[0], embeds], 1)
+            positions = torch.cat([self._whole[1], positions], -1)
+            self.truncate(0)
+        if self.lasting:
+            self._whole = embeds, positions
         count = keep.numel()
         if compact:
             positions = torch.arange(count, device=keep.device).expand(*positions.shape[:-1], count)
         else:
             positions = positions[..., keep]
-        return self._read(positions, inputs_embeds=embeds)
+        return self._read(positions, inputs_embeds=embeds[:, keep])
 
     @torch.no_grad()
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
@@ -140,13 +157,13 @@ class HFRunner(Runner):
         )
         return out.logits  # type: ignore[no-any-return]
 
-    def resume(self, inputs: Inputs) -> None:
-        from mmaccel.models.attention import Columns
-
-        inputs, positions = self._prompt(inputs)
-        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - positions.shape[-1]
-        delta = torch.full((1, 1), self.delta, device=positions.device)
-        self.cache.sequence = Columns(self.family.layout(self.model, inputs), delta)
+    def resume(self, inputs: Inputs, past: Columns | None = None) -> None:
+        start = 0 if past is None else past.layout.length + int(past.delta)
+        inputs, positions = self._prompt(inputs, start)
+        layout = self.family.layout(self.model, inputs)
+        layout = layout if past is None else past.layout.append(layout)
+        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - layout.length
+        self.cache.sequence = Columns(layout, torch.full((1, 1), self.delta, device=positions.device))
 
     def _memory(self) -> KVState:
         """What captured steps write to: the cache's own memory, or one that takes over the columns of a plain cache."""

@@ -78,7 +78,9 @@ class Listener(Probe):
     then chooses among the columns that all of them hold: what the target has dropped by then is dropped from the draft too.
     Its share is still of all the prompt's video tokens.
 
-    layout  of the whole prompt, one sequence
+    layout  of the whole prompt, one sequence; in a later turn of a conversation of all of it, whose last columns are `new`
+    heard   what the turn before heard (`states`)
+    lasts   whether a turn may follow, for which `states` are kept
     fail    called with what went wrong, once, and the target goes on unheard; None: it is raised in the target's pass
     """
 
@@ -89,6 +91,9 @@ class Listener(Probe):
         layout: TokenLayout,
         tell: Callable[[Tensor], None],
         fail: Callable[[Exception], None] | None = None,
+        new: int | None = None,
+        heard: Mapping[int, Tensor] | None = None,
+        lasts: bool = False,
     ) -> None:
         if layout.batch != 1:
             raise ModelError(f"prune {pruner.name!r} takes one sequence at a time; give prompts one by one.")
@@ -100,8 +105,11 @@ class Listener(Probe):
         self.total = pruner.candidates(layout).numel()
         if not self.total:
             tell_idle(pruner, owner.attention.meter)
-        self.asked = observers(layout)
+        self.asked = observers(layout, new)
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
+        self.states: dict[int, Tensor] = dict(heard or {})
+        """What entered each layer that is read, [n, E] of the columns that it holds."""
+        self._lasts = lasts
         self.heard = {index: 0 for group in self.stage.attention for index in group}
         groups = len(self.stage.attention)
         self.attention = torch.zeros(groups, self.asked.numel(), layout.length, device=layout.device)
@@ -124,6 +132,8 @@ class Listener(Probe):
         if not self.done and layer in self.hidden:
             with self._failing():
                 self._note(run, layer)
+                if run.start and not self.hidden[layer]:
+                    self.hidden[layer] = self._before(layer, run.start, hidden)
                 self.hidden[layer].append(hidden[0].detach())
                 self._tell_when_ready()
 
@@ -133,20 +143,32 @@ class Listener(Probe):
         if not self.done and layer in self.heard:
             with self._failing():
                 self._note(run, layer)
-                self._add(run.start, layer, query, key, scale)
+                self._add(run, layer, query, key, scale)
                 self.heard[layer] = run.start + query.shape[2]
                 self._tell_when_ready()
+
+    def _before(self, layer: int, start: int, hidden: Tensor) -> list[Tensor]:
+        """What entered `layer` in turns before, of its first `start` columns; zeros of the words of answers."""
+        states = self.states.get(layer)
+        if states is None or len(states) > start:
+            raise ModelError(
+                f"prune {self.pruner.name!r} did not hear the turns before; give the whole prompt without a cache."
+            )
+        return [states, hidden.new_zeros(start - len(states), hidden.shape[-1])]
 
     def _note(self, run: PrefillPass, layer: int) -> None:
         """Which columns a pruner of the target has left `layer`."""
         held, state = None, run.state
         if isinstance(state, PrunedKVState):
-            held = state.kept[state.part_of(min(layer, self.depth - 1))]
+            held = state.held_by(state.part_of(min(layer, self.depth - 1)), self.layout.length)
         self.held[layer] = None if held is None else held.to(self.layout.device)
 
-    def _add(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
-        """Add the attention of those new rows of a layer, from `start`, that are observers."""
-        end, held = start + query.shape[2], self.held[layer]
+    def _add(self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
+        """Add the attention of those new rows of a layer that are observers."""
+        start = run.start
+        end, held, column = start + query.shape[2], self.held[layer], None
+        if key.shape[2] < end and run.state is not None:
+            column = run.state.view(layer, query).column  # a memory that forgets has the others no more
         # Text is never dropped, nor is the last column: each of these rows is among what is held.
         rows = self.asked if held is None else torch.searchsorted(held, self.asked)
         here = ((rows >= start) & (rows < end)).nonzero()[:, 0]
@@ -154,8 +176,11 @@ class Listener(Probe):
             return
         # Layers of a model spread over devices are not where the layout is.
         at = rows[here].to(query.device)
-        weights = paid(query[0, :, at - start], key[0, :, :end], at, scale).to(self.attention.device)
-        seen = torch.arange(end, device=weights.device) if held is None else held[:end]
+        column = torch.arange(end, device=at.device) if column is None else column.to(at.device)
+        place = torch.searchsorted(column, at)
+        weights = paid(query[0, :, at - start], key[0, :, :end], place, scale).to(self.attention.device)
+        seen = column.to(weights.device)
+        seen = seen if held is None else held[seen]
         for k, group in enumerate(self.stage.attention):
             if layer in group:
                 self.attention[k, here[:, None], seen] += weights / len(group)
@@ -174,16 +199,17 @@ class Listener(Probe):
         layout = self.layout if left is None else thin(self.layout, left)
         signals = Signals()
         if self.hidden:
+            self.states = {index: torch.cat(pieces) for index, pieces in self.hidden.items()}
             signals["hidden"] = torch.stack([self._states(index, left) for index in self.stage.hidden])
         if self.heard:
             signals["attention"] = self.attention if left is None else self.attention[..., left]
-        self.hidden = {}
+        self.hidden, self.states = {}, self.states if self._lasts else {}
         kept = checked_columns(self.pruner, self.pruner.keep(signals, layout, self.stage, self.total), layout)
         self.tell(kept if left is None else left[kept])
 
     def _states(self, layer: int, left: Tensor | None) -> Tensor:
         """What entered `layer`, of the columns `left` (None: all)."""
-        states, held = torch.cat(self.hidden[layer]).to(self.layout.device), self.held[layer]
+        states, held = self.states[layer].to(self.layout.device), self.held[layer]
         if left is None:
             return states
         return states[left if held is None else torch.searchsorted(held, left)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.policies.draft import Parallel, _draft_model
+from mmaccel.policies.draft import Parallel, _draft_decoder
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -54,7 +54,7 @@ def test_the_draft_works_on_a_stream_of_its_own(
     inputs = question(name, "video")
     seen: list[tuple[str, torch.cuda.Stream]] = []
 
-    class Noted(_draft_model.DraftDecoder):
+    class Noted(_draft_decoder.DraftDecoder):
         def read(self, *args: Any, **kwargs: Any) -> None:
             seen.append(("read", torch.cuda.current_stream()))
             super().read(*args, **kwargs)
@@ -63,7 +63,7 @@ def test_the_draft_works_on_a_stream_of_its_own(
             seen.append(("write", torch.cuda.current_stream()))
             return super().write(*args, **kwargs)
 
-    monkeypatch.setattr(_draft_model, "DraftDecoder", Noted)
+    monkeypatch.setattr(_draft_decoder, "DraftDecoder", Noted)
     draft = Parallel(model=copy.deepcopy(model), window=4, process=False)
     with mmaccel.accelerate(model, draft=draft) as fast:
         fast.generate(**inputs, max_new_tokens=32, do_sample=False)

@@ -24,12 +24,18 @@ from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.layout import Columns
 from mmaccel.core.prefill.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
 
 Warp = Callable[[Tensor, Tensor], Tensor]
 """(ids [S] before a token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot if processors decide."""
 
+FAULTS = (
+    "the draft's q has mass beyond the target's {} tokens; cut its logits to them first.",
+    "a row of the draft's q does not sum to one; give the distribution its token was drawn from.",
+    "the draft's q gives a proposed token probability zero; give the distribution it was drawn from.",
+)
 UNIT_SLACK = 1e-3
 """How far the sum of a distribution over a large vocabulary may lie from one by rounding."""
 
@@ -95,7 +101,9 @@ class Prompt:
 
     `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
     ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream` is what `watch`
-    gave, asked the question: `inputs` have its ids alone.
+    gave, asked the question: `inputs` have its ids alone. In a later turn of a conversation `past` are the columns that the
+    target holds, `inputs` are of what comes after them, and `left` is what `DraftState.leave` gave (None: nothing); `lasts`
+    says that `leave` will be asked.
     """
 
     inputs: Mapping[str, Any]
@@ -104,25 +112,25 @@ class Prompt:
     generator: torch.Generator | None = None
     max_new_tokens: int = 0
     stream: DraftStream | None = None
+    past: Columns | None = None
+    left: Any = None
+    lasts: bool = False
 
 
 class DraftState(ABC):
-    """A draft at work on one sequence."""
+    """A draft at work on one sequence, in one turn of it."""
 
     @abstractmethod
     def begin(self, prompt: Prompt) -> None:
         """Called once, before the target's prefill."""
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
-        """What chooses the columns of this prompt that the draft reads, `given` being the strategy's; asked after `begin`.
-        None: it reads all of them."""
+        """What chooses the columns that the draft reads, `given` or none (it reads all of them); asked after `begin`."""
         return given
 
     def keep(self, columns: Tensor) -> None:
-        """The columns [n] of the prompt that the strategy's pruner leaves to the draft.
-
-        Called once, between `begin` and the first `observe`, as soon as the target's early layers have told.
-        """
+        """The columns [n] of the prompt, and of `Prompt.past`, that the strategy's pruner leaves to the draft: called once,
+        between `begin` and the first `observe`, as soon as the target's early layers have told."""
         raise DraftError(f"{type(self).__name__} cannot prune what its draft sees; leave prune out.")
 
     def probe(self) -> Probe | None:
@@ -134,15 +142,17 @@ class DraftState(ABC):
         """The tokens to verify next; may be empty."""
 
     def tail(self) -> Proposal:
-        """Asked after the target's step was issued: drafting that overlaps verification happens here.
-
-        One token that follows the whole proposal, or none. It is judged as the last token of the proposal.
-        """
+        """One token that follows the whole proposal, or none; it is judged as the last of it. Asked after the target's step
+        was issued: drafting that overlaps verification happens here."""
         return Proposal.empty()
 
     @abstractmethod
     def observe(self, committed: Tensor, kept: int) -> None:
         """`committed` [m] new tokens of the sequence; the first `kept` of them stood in the last proposal."""
+
+    def leave(self) -> Any:
+        """What the next turn may go on from (`Prompt.left`), asked before `close`, which leaves it alone; None: nothing."""
+        return None
 
     def close(self) -> None:
         """Free what the draft holds; called in every case."""
@@ -252,19 +262,10 @@ def accept(
     count, rest = _judged(sizes, JUDGED_S if p.is_cuda else 0.0, drafted, p, q, u)
     # A q of NaN would make the draw fail before the fault is told; p stands in, and is never returned.
     last = draw(torch.where(faults.any(), p[0], rest), generator)
-    kept, outside, uneven, unlikely = torch.cat([count.view(1), faults]).tolist()
-    if outside:
-        raise DraftError(
-            f"the draft's q has mass beyond the target's {p.shape[-1]} tokens; cut its logits to them first."
-        )
-    if uneven:
-        raise DraftError(
-            "a row of the draft's q does not sum to one; give the distribution its token was drawn from."
-        )
-    if unlikely:
-        raise DraftError(
-            "the draft's q gives a proposed token probability zero; give the distribution it was drawn from."
-        )
+    kept, *wrong = torch.cat([count.view(1), faults]).tolist()
+    for is_so, words in zip(wrong, FAULTS, strict=True):
+        if is_so:
+            raise DraftError(words.format(p.shape[-1]))
     return torch.cat([drafted[:kept], last])[:rows], kept
 
 

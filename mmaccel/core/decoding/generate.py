@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,10 +63,14 @@ def lockstep(sequences: Sequence[Speculation]) -> None:
 
 
 class CarefulDraft:
-    """A draft at work, whose failure ends the draft and not the decoding; `state` is None before it is opened, and after."""
+    """A draft at work, whose failure ends the draft and not the decoding; `state` is None before it is opened, and after.
 
-    def __init__(self, meter: Rounds, state: DraftState | None = None) -> None:
-        self.state, self._meter = state, meter
+    lasts  whether a turn may follow; then `left` is what it left for that (`DraftState.leave`)
+    """
+
+    def __init__(self, meter: Rounds, state: DraftState | None = None, lasts: bool = False) -> None:
+        self.state, self._meter, self._lasts = state, meter, lasts
+        self.left: Any = None
 
     @contextmanager
     def dropping(self) -> Iterator[DraftState | None]:
@@ -95,8 +99,12 @@ class CarefulDraft:
         draft, self.state = self.state, None
         if draft is not None:
             try:
-                draft.close()
+                try:
+                    self.left = draft.leave() if self._lasts else None
+                finally:
+                    draft.close()
             except Exception as error:
+                self.left = None
                 self._failed(error)
 
 

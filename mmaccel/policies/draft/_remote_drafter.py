@@ -11,9 +11,12 @@ import json
 import math
 import statistics
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +26,12 @@ from mmaccel.core.decoding.draft import UNIT_SLACK, Warp
 from mmaccel.core.decoding.watching import DraftStream
 from mmaccel.core.decoding.worker import READY, Blob, Message, Wire, Worker, beating, inbox
 from mmaccel.core.errors import DraftError, warn
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.policies.draft._draft_model import SUPPORT, DraftDecoder, DraftedTokens, TokenDistribution
+from mmaccel.policies.draft._conversation import follows
+from mmaccel.policies.draft._draft_decoder import SUPPORT, DraftDecoder, DraftedTokens, TokenDistribution
 from mmaccel.policies.draft._remote_stream import (
     BEGIN,
     CALL,
@@ -44,6 +49,20 @@ from mmaccel.policies.draft._remote_stream import (
 
 SERVICE = "mmaccel.policies.draft._remote_drafter:serve"
 MICRO = 1e-6
+TURN = "mmaccel_turn"
+"""Beside a prompt's inputs: whether a turn may follow, and the number of the sequence that this one goes on from, or 0."""
+
+_OVER: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
+"""For each process the sequences that no turn will follow; it is told when the next prompt is sent."""
+
+
+class RemoteTurn:
+    """What the draft's process holds of a conversation whose last prompt was `known` [n]: its sequence `number` there."""
+
+    def __init__(self, worker: Worker, number: int, known: Tensor) -> None:
+        self.worker, self.number, self.known = worker, number, known.cpu()
+        # The collector of garbage may run while something is being sent.
+        self.over = weakref.finalize(self, _OVER.setdefault(worker, deque()).append, number)
 
 
 class Remote(WireEnd):
@@ -55,7 +74,8 @@ class Remote(WireEnd):
     def __init__(self, worker: Worker, vocab: int) -> None:
         super().__init__(worker)
         self._vocab = vocab
-        self._asked = 0
+        self._asked = self._after = 0
+        self._left = False
 
     def begin(
         self,
@@ -65,11 +85,17 @@ class Remote(WireEnd):
         compact: bool,
         seed: int,
         stream: DraftStream | None = None,
+        lasts: bool = False,
     ) -> None:
         """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns. With
-        `stream`, the question that this was asked is run in its place."""
+        `stream`, the question that this was asked is run in its place. `lasts`: a turn may follow."""
         for message in self._worker.drain():
             self._hand_on(message)
+        over = _OVER.get(self._worker, ())
+        while over:
+            self._worker.send(END, over.popleft())
+        if lasts or self._after:
+            inputs = {**inputs, TURN: [int(lasts), self._after]}
         self._open[self.number] = self
         own = (stream.number,) if isinstance(stream, RemoteDraftStream) else ()
         numbers = self.number, int(pruned), int(compact), seed, *own
@@ -129,11 +155,25 @@ class Remote(WireEnd):
         whole = at == len(blob) and len(odds) in (0, len(ids))
         return tuple(odds) if whole else None
 
+    def takes_up(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
+        """As that of `Local`."""
+        fits = isinstance(left, RemoteTurn) and left.worker is self._worker
+        if not fits or not follows(left.known, ids, past):
+            return False
+        left.over.detach()
+        self._after = left.number
+        return True
+
+    def leave(self, ids: Tensor) -> RemoteTurn:
+        self._left = True
+        return RemoteTurn(self._worker, self.number, ids)
+
     def close(self) -> None:
-        """The sequence is over; the process frees what it holds of it, and stays for others."""
+        """The sequence is over; the process frees what it holds of it unless a turn may follow, and stays for others."""
         if self._open.pop(self.number, None) is not None and self._worker.alive:
             try:
-                self._worker.send(END, self.number)
+                if not self._left:
+                    self._worker.send(END, self.number)
                 # From here on the prompt's owner may write over it.
                 self._worker.posted()
             except DraftError as error:
@@ -200,8 +240,10 @@ def serve_decoder(
 
     def read(number: int, columns: Tensor | None) -> None:
         inputs, warp, compact, seed, stream = waiting.pop(number)
+        lasts, after = inputs.pop(TURN, (0, 0))
         with beating(wire):
-            writers[number] = fresh()
+            writers[number] = writers.pop(after, None) or fresh()
+            writers[number].talk.runner.lasting = bool(lasts)
             writers[number].read(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)
 
     for message in inbox(wire):

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.core.errors import DraftError, RecipeError, check_choice, check_least
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import register
+from mmaccel.policies.draft._conversation import IDS, check_text
+from mmaccel.policies.draft._draft_decoder import Local, TokenDistribution
 from mmaccel.policies.draft._draft_model import (
-    Local,
     PeerStrategy,
-    TokenDistribution,
     check_vocabulary,
     devices_of,
     folder_of,
@@ -165,6 +165,14 @@ class Parallel(PeerStrategy):
         return worker
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """What a turn leaves: what the engine has `read`, and whether that was `pruned`."""
+
+    read: Any
+    pruned: bool
+
+
 class Pipeline(DraftState):
     """Algorithm 1, seen from the draft.
 
@@ -204,7 +212,13 @@ class Pipeline(DraftState):
 
     def begin(self, prompt: Prompt) -> None:
         self._left, self._unused = prompt.max_new_tokens or sys.maxsize, self._choice.unused(prompt)
-        if self._shares is not None and self._pruner is not None:
+        self._prompt, inputs = prompt.ids[0], prompt.inputs
+        before = self._taken_up(prompt) if prompt.past is not None else None
+        if prompt.past is not None:
+            inputs = {**inputs, IDS: prompt.ids}
+        if before is not None:
+            self._pruner = self._pruner if before.pruned else None
+        elif self._shares is not None and self._pruner is not None:
             given = self._pruner, prompt.ids.shape[1], self._choice.window, self._choice.most
             self._way, self._pruner, self._read = self._shares.reading(*given, prompt.warp is not None)
         pruner, seed, generator = self._pruner, 0, prompt.generator
@@ -213,9 +227,21 @@ class Pipeline(DraftState):
             device = "cpu" if generator is None else generator.device
             seed = int(torch.randint(1 << 62, (1,), generator=generator, device=device))
         pruned, compact = pruner is not None, pruner is not None and pruner.compact
-        self._engine.begin(prompt.inputs, prompt.warp, pruned, compact, seed, prompt.stream)
+        self._engine.begin(inputs, prompt.warp, pruned, compact, seed, prompt.stream, prompt.lasts)
         if pruner is None:
             self._ask()
+
+    def _taken_up(self, prompt: Prompt) -> _Turn | None:
+        """The turn before, from which the engine goes on; None: it reads all anew, which is text."""
+        assert prompt.past is not None
+        left, past = prompt.left, prompt.past.layout
+        if isinstance(left, _Turn) and self._engine.takes_up(left.read, prompt.ids[0], past):
+            return left
+        check_text("parallel", past)
+        return None
+
+    def leave(self) -> _Turn:
+        return _Turn(self._engine.leave(self._prompt), self._pruner is not None)
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
         return self._pruner

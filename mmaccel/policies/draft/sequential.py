@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,9 +87,16 @@ class Drafter(PeerState):
             self._open().truncate(self._mark + run)
         # After a full acceptance these are the last drafted token, which was never run, and the target's bonus.
         self._pending = torch.cat([self._pending, committed[run:]])
+        self._said = torch.cat([self._said, committed])
         self._ids = torch.cat([self._ids, committed])
         self._fed = 0
         self._left -= committed.numel()
+
+    def leave(self) -> Any:
+        if self._fed:
+            self._open().truncate(self._mark)  # what was drafted last may have been refused
+            self._fed = 0
+        return super().leave()
 
     def counters(self) -> dict[str, float]:
         return {"drafted": float(self._drafted), "draft_steps": float(self._steps)}

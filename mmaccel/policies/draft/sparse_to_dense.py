@@ -16,7 +16,7 @@ from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Propo
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, check_least, shown
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.memory.kv import KVState, KVView
-from mmaccel.core.prefill.prune import PrefillPass, Probe, best, observers, quota
+from mmaccel.core.prefill.prune import PrefillPass, Probe, best, observers, of_turn, quota
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import FullState
 
@@ -121,8 +121,9 @@ class _Sparse(DraftState, Probe):
     def begin(self, prompt: Prompt) -> None:
         self._prompt = prompt
         self._left = prompt.max_new_tokens or sys.maxsize
-        self._layout = self._target.adapter.layout(self._target.model, prompt.inputs)
-        self._asked = observers(self._layout)
+        layout = self._target.adapter.layout(self._target.model, prompt.inputs)
+        self._layout = layout if prompt.past is None else of_turn(prompt.past.layout, layout)
+        self._asked = observers(self._layout, layout.length)
 
     def probe(self) -> Probe:
         return self
@@ -165,7 +166,7 @@ class _Sparse(DraftState, Probe):
         if self._fault is not None:
             raise DraftError(f"sparse_to_dense: the prompt's columns were not scored: {self._fault}")
         if dense is None or len(self._scores) < layers:
-            raise DraftError("sparse_to_dense: the target's prompt was not seen; start from an empty cache.")
+            raise DraftError("sparse_to_dense: the target's prompt was not seen; give the whole prompt.")
         video = self._layout.modality[0] == VIDEO
         at, rest = video.nonzero()[:, 0], (~video).nonzero()[:, 0]
         count = max(quota(self._choice.retention, at.numel()), min(1, at.numel()))
@@ -178,7 +179,7 @@ class _Sparse(DraftState, Probe):
         self._memory.take(dense, chosen, self._layout.length)
         model = self._target.model
         self._runner = adapter_for(model).runner(model, self._memory)
-        self._runner.resume(self._prompt.inputs)
+        self._runner.resume(self._prompt.inputs, self._prompt.past)
 
     def propose(self) -> Proposal:
         count = min(self._choice.window, self._left - 1)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.decoding.draft import DraftState
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.decoding.draft import DraftState, Prompt
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.layout import TEXT
+from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.registry import register
 from mmaccel.policies.draft.sequential import Drafter, Sequential
 
@@ -49,9 +50,15 @@ class TextDrafter(Drafter):
         super().__init__(*given)
         self._target, self._never = target, list(target.adapter.placeholders(target.model))
 
-    def _read(self, runner: Runner, inputs: Mapping[str, Any]) -> None:
-        ids, layout = inputs["input_ids"], self._target.adapter.layout(self._target.model, inputs)
-        runner.prefill({"input_ids": ids[:, layout.modality[0].to(ids.device) == TEXT]})
+    def _shown(self, prompt: Prompt) -> tuple[Mapping[str, Any], Tensor, TokenLayout | None]:
+        ids, past = prompt.inputs["input_ids"], prompt.past
+        layout = self._target.adapter.layout(self._target.model, prompt.inputs)
+        words = ids[:, layout.modality[0].to(ids.device) == TEXT]
+        if past is None:
+            return {"input_ids": words}, words[0], None
+        before = (past.layout.modality[0] == TEXT).nonzero()[:, 0]
+        known = prompt.ids[0, before.to(ids.device)]
+        return {"input_ids": words}, torch.cat([known, words[0]]), past.layout.take(before)
 
     def _step(self, ids: Tensor) -> Tensor:
         logits = super()._step(ids)

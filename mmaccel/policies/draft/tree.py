@@ -86,7 +86,9 @@ class _Gardener(PeerState):
         return Proposal(torch.tensor(tokens), parents=torch.tensor(parents))
 
     def observe(self, committed: Tensor, kept: int) -> None:
-        self._pending = torch.cat([self._pending, committed.to(self._pending.device)])
+        committed = committed.to(self._pending.device)
+        self._pending = torch.cat([self._pending, committed])
+        self._said = torch.cat([self._said, committed])
 
     def _static(self, root: Tensor) -> tuple[list[int], list[int]]:
         tokens: list[int] = []

@@ -10,7 +10,7 @@ import torch
 from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.policies.draft import _remote_drafter, parallel
-from mmaccel.policies.draft._draft_model import DraftDecoder, DraftedTokens, TokenDistribution
+from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens, TokenDistribution
 from mmaccel.policies.draft.sequential import Drafter, Sequential
 from tests.core.test_generate import limit, run
 from tests.core.toy import ToyRunner, Triples, bigram, prompt, view

@@ -19,7 +19,7 @@ from mmaccel.core.decoding.draft import Proposal, accept
 from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
 from mmaccel.policies.draft import _draft_model, parallel
-from mmaccel.policies.draft._draft_model import DraftDecoder, DraftedTokens
+from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens
 from mmaccel.policies.draft._window_model import Pace, best_window, tokens_per_round
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit, run

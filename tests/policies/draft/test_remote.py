@@ -28,7 +28,7 @@ from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import _remote_drafter, _remote_stream
-from mmaccel.policies.draft._draft_model import DraftDecoder
+from mmaccel.policies.draft._draft_decoder import DraftDecoder
 from mmaccel.policies.draft._remote_drafter import pack
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit

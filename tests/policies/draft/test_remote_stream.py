@@ -19,7 +19,7 @@ from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel
-from mmaccel.policies.draft._draft_model import DraftDecoder
+from mmaccel.policies.draft._draft_decoder import DraftDecoder
 from mmaccel.policies.draft._remote_drafter import Remote
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair

@@ -15,7 +15,7 @@ import torch
 
 from mmaccel.core.decoding.worker import _HEAD, _MAGIC, BEAT, READY, Wire
 from mmaccel.policies.draft import _remote_drafter
-from mmaccel.policies.draft._draft_model import DraftDecoder, DraftedTokens, TokenDistribution
+from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens, TokenDistribution
 from tests.core.toy import ToyRunner, bigram
 
 VOCAB = 6

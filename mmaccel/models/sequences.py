@@ -1,0 +1,157 @@
+"""What of a call of `generate` is one sequence's: of a batch, without padding, and after what a cache holds.
+
+A cache that a call gave back holds the turns before. `input_ids` of the next call are the whole conversation, pixels those
+of its new images and videos; what the draft read stays with the cache (`DraftTurn`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.decoding.draft import DraftStrategy
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import IMAGE, VIDEO, Columns
+from mmaccel.models.hf import Attachment
+from mmaccel.models.prompt_layout import is_given
+from mmaccel.models.runner import unpadded
+
+TURN = "mmaccel_turn"
+"""The attribute of a cache that holds its `DraftTurn`."""
+
+
+class DraftTurn:
+    """What the draft `choice` left with a cache for the next turn, and what its pruner heard. A copy of the cache shares it:
+    each turn goes back to what it has in common with the last one, and one draft serves all."""
+
+    def __init__(
+        self, choice: DraftStrategy | None = None, left: Any = None, heard: Mapping[int, Tensor] | None = None
+    ) -> None:
+        self.choice, self.left, self.heard = choice, left, heard
+
+    def __deepcopy__(self, memo: Any) -> DraftTurn:
+        return self
+
+    def __reduce__(self) -> Any:
+        return DraftTurn, ()  # a draft's memory is not saved
+
+    @staticmethod
+    def of(cache: Any, choice: DraftStrategy) -> DraftTurn:
+        """That of `cache`; an empty one where there is none, or of another draft."""
+        held = getattr(cache, TURN, None)
+        return held if isinstance(held, DraftTurn) and held.choice == choice else DraftTurn(choice)
+
+    def take(self) -> Any:
+        """What was left, for one call: who comes meanwhile finds nothing."""
+        left, self.left = self.left, None
+        return left
+
+    def leave(self, cache: Any, left: Any, heard: Mapping[int, Tensor] | None) -> None:
+        """The turn is over: `left` is with `cache`."""
+        self.left, self.heard = left, heard or self.heard
+        setattr(cache, TURN, self)
+
+
+def filled(cache: Any) -> int:
+    """How many columns `cache` holds; 0 for None."""
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def known(attachment: Attachment, cache: Any) -> Columns | None:
+    """What is known of the columns that `cache` holds of one sequence; None: nothing, or there is padding among them."""
+    found, past = attachment.known(cache), filled(cache)
+    if found is None or found.layout.batch != 1 or found.layout.length < past:
+        return None
+    layout = found.layout.take(slice(0, past))
+    return None if layout.padded else Columns(layout, found.delta)
+
+
+def why_not(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> str | None:
+    """Why a call of `count` sequences after a filled cache runs without the draft; None: it drafts."""
+    cache, ids, mask = (kwargs.get(name) for name in ("past_key_values", "input_ids", "attention_mask"))
+    if count > 1:
+        return "past_key_values is of several sequences, and it reads one at a time"
+    if known(attachment, cache) is None:
+        return "past_key_values holds padding, or another model filled it"
+    whole = ids is not None and (mask is None or mask.shape == ids.shape)
+    if not whole or (ids.numel() if mask is None else int(mask.sum())) <= filled(cache):
+        return "input_ids do not begin with what past_key_values holds"
+    return None
+
+
+def new_inputs(kwargs: Mapping[str, Any], past: int) -> dict[str, Any]:
+    """Of the arguments of a call those of the columns after the first `past`."""
+    length = kwargs["input_ids"].shape[1]
+    new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+    for name in ("input_ids", "mm_token_type_ids", "position_ids"):
+        value = new.get(name)
+        if isinstance(value, Tensor) and value.shape[-1] == length:
+            new[name] = value[..., past:]
+    return new
+
+
+def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The inputs of each sequence of a batch by itself, its padding included; what tells of neither sequences nor
+    pixels stays in each."""
+    if is_given(inputs.get("mm_encoder_outputs")):
+        raise ModelError(
+            "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."
+        )
+    layout = family.layout(model, inputs)
+    rows: list[dict[str, Any]] = []
+    for b in range(layout.batch):
+        row = dict(inputs)
+        for name in ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids"):
+            if is_given(inputs.get(name)):
+                row[name] = inputs[name][..., b : b + 1, :]
+        rows.append(row)
+    for kind in (IMAGE, VIDEO):
+        counts = [layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)]
+        for name, sizes in family.shares(inputs, kind).items():
+            if sum(counts) != len(sizes):
+                raise ModelError(
+                    f"{name} has {len(sizes)} pictures or videos and input_ids {sum(counts)}, so that it cannot be told "
+                    "which sequence each is of; give prompts one by one."
+                )
+            item, begin = 0, 0
+            for row, count in zip(rows, counts, strict=True):
+                end = begin + sum(sizes[item : item + count])
+                row[name] = inputs[name][begin:end]
+                if not count:
+                    del row[name]
+                item, begin = item + count, end
+    return rows
+
+
+def allowed_to(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
+    """What may follow `ids` of sequence `number` of a batch, which transformers takes for the only one."""
+    return allowed(number, ids)
+
+
+def without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
+    mask = kwargs.get("attention_mask")
+    if mask is None or bool(mask.all()):
+        return kwargs
+    count = int((mask[0] == 0).sum())
+    kwargs = unpadded(kwargs)
+    # A padding token within the prompt is a token like others: without a mask transformers would take it for padding.
+    kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
+    if not filled(kwargs.get("past_key_values")):
+        attachment.promise(kwargs)
+    # Lengths that count the prompt count its padding too: it is taken off those that were given.
+    config: Any = kwargs.get("generation_config")
+    held = config if config is not None else attachment.model.generation_config
+    for name in ("max_length", "min_length"):
+        value = kwargs.get(name) or getattr(held, name, None)
+        if not value or (name not in kwargs and value == getattr(type(held)(), name)):
+            continue  # a default counts nothing of the prompt
+        if name in kwargs or config is None:
+            kwargs[name] = value - count
+        else:
+            kwargs["generation_config"] = config = held = copy.deepcopy(held)
+            setattr(config, name, value - count)
+    return kwargs

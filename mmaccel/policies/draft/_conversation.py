@@ -1,0 +1,121 @@
+"""What a draft model has read of a conversation: each turn goes on behind the turns before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import Runner
+from mmaccel.core.errors import DraftError
+from mmaccel.core.layout import TEXT, TokenLayout
+
+IDS = "mmaccel_ids"
+"""Beside a prompt's inputs, in a later turn: the ids [1, S] of the whole conversation, of which these have the last ones."""
+
+
+class Conversation:
+    """The tokens that a draft model's `runner` has run, the pruned ones too: prompts, and what was said between them.
+
+    No prompt is read before it is needed (`tell`, then `read`). What was said after the last one can be taken back, no more:
+    before it may stand a video, of which the next turn has no pixels.
+    """
+
+    def __init__(self, runner: Runner, device: torch.device | str) -> None:
+        self.runner, self._device = runner, torch.device(device)
+        self._ids = torch.empty(0, dtype=torch.long)
+        self._prompt = self._origin = (
+            0  # tokens up to the end of the last prompt, and the runner's columns of them
+        )
+        self._told: list[tuple[Tensor, Mapping[str, Any]]] = []
+
+    def tell(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
+        """The next prompt is `ids` [S], of which `inputs` are the last columns, behind those of the turns before."""
+        self._told.append((ids.cpu(), inputs))
+
+    def goes_on(self, ids: Tensor, past: TokenLayout) -> bool:
+        """Whether the prompt `ids` [S], of which the target holds `past`, can be read behind what was; forgets prompts that
+        were told, never read, and taken back since."""
+        while self._told and not follows(self._told[-1][0], ids, past):
+            self._told.pop()
+        return bool(self._told) or (self._prompt > 0 and follows(self._ids[: self._prompt], ids, past))
+
+    def read(self, keep: Tensor | None = None, compact: bool = False) -> Tensor:
+        """Run what was told: logits [1, V] of the last prompt's last token. See `Runner.prefill` for the rest."""
+        logits = torch.empty(0)
+        for number, (ids, inputs) in enumerate(self._told, 1):
+            columns = keep
+            if keep is not None and number < len(self._told):
+                columns = torch.tensor(
+                    [ids.numel() - 1]
+                )  # of a prompt that nobody asked about, what it takes to go on
+            inputs = self._behind(inputs, ids, whole=keep is None)
+            if columns is None:
+                logits = self.runner.prefill(inputs)
+            else:
+                logits = self.runner.prefill(inputs, columns.to(self._device), compact)
+            self._ids, self._prompt, self._origin = ids, ids.numel(), self.runner.length()
+        self._told = []
+        return logits
+
+    def _behind(self, inputs: Mapping[str, Any], ids: Tensor, whole: bool) -> dict[str, Any]:
+        """`inputs` of the prompt `ids` from the last column on that the runner has in common with it; what it has beyond is
+        taken back. Where it is not `whole`, from the last prompt on."""
+        new, known = inputs["input_ids"].shape[1], self._ids
+        start = self._prompt
+        if whole and known.numel():
+            most = min(known.numel(), ids.numel() - max(new, 1))
+            same = (known[:most] == ids[:most]).long().cumprod(0)
+            start = max(start, int(same.sum()))
+            if start < known.numel():
+                self.runner.truncate(self.runner.length() - (known.numel() - start))
+        made = {name: x.to(self._device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        more = ids.numel() - start - new
+        if more:
+            made["input_ids"] = ids[None, start:].to(self._device)
+            if isinstance(kinds := made.get("mm_token_type_ids"), Tensor):
+                made["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (more, 0))
+        return made
+
+    def said(self, tokens: Tensor) -> Conversation:
+        """The turn is over, in which `tokens` [m] were said after its prompt; those that the runner has run are kept."""
+        if not self._told:
+            run = min(self.runner.length() - self._origin, tokens.numel())
+            self.runner.truncate(self._origin + run)
+            self._ids = torch.cat([self._ids[: self._prompt], tokens[:run].cpu()])
+        return self
+
+
+def taken_up(
+    who: str, left: Any, fresh: Conversation, inputs: Mapping[str, Any], ids: Tensor, past: TokenLayout | None
+) -> Conversation:
+    """The conversation in which the prompt `ids` [S] is told: `left`, where it goes on from there, else `fresh`, where all
+    that the target holds of it (`past`) is text; `inputs` are of the columns behind. Raises `DraftError` elsewhere."""
+    talk = fresh
+    if past is not None:
+        if isinstance(left, Conversation) and left.goes_on(ids, past):
+            talk = left
+        else:
+            check_text(who, past)
+    talk.tell(inputs, ids)
+    return talk
+
+
+def check_text(who: str, past: TokenLayout) -> None:
+    """Raise `DraftError` where the target holds images or videos, which a draft that did not read them cannot have."""
+    if bool((past.modality != TEXT).any()):
+        raise DraftError(
+            f"{who}: past_key_values holds images or videos that this draft did not read; give the cache that a call with "
+            "this draft gave back, as it was, or the whole prompt without a cache."
+        )
+
+
+def follows(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
+    """Whether the prompt `ids` [S], of which the target holds `past`, goes on after `known` [n], and no image or video
+    stands between that `known` has not."""
+    n = known.numel()
+    if n > past.length or not torch.equal(known, ids[:n].cpu()):
+        return False
+    return not bool((past.modality[0, n:] != TEXT).any())

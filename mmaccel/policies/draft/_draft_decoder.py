@@ -1,0 +1,208 @@
+"""Writing after a prompt, for `parallel`: `Local` in this process, `_remote_drafter.Remote` in another; to the pipeline they
+are alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import ModelView, Runner
+from mmaccel.core.decoding.draft import Warp, draw
+from mmaccel.core.decoding.watching import DraftStream
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.streams.draft_stream import LocalDraftStream
+from mmaccel.policies.draft._conversation import IDS, Conversation
+
+SUPPORT = 1024
+"""A token is sampled from at most this many of the likeliest tokens. Their probabilities are sent with it."""
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """The distribution of a sampled token, on the host: token ids [k] int32, and probabilities [k] float32 that sum to 1."""
+
+    ids: Tensor
+    weights: Tensor
+
+    def packed(self) -> bytes:
+        """How many tokens there are (uint32), their ids, and their probabilities."""
+        pieces = self.ids.numpy().tobytes(), self.weights.numpy().tobytes()
+        return len(self.ids).to_bytes(4, "little") + b"".join(pieces)
+
+    @staticmethod
+    def dense(rows: Sequence[TokenDistribution], vocab: int, device: torch.device) -> Tensor:
+        """[n, vocab] float32: the distributions of n tokens, zero for tokens that could not be sampled."""
+        out = torch.zeros(len(rows), vocab, device=device)
+        row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(one.ids) for one in rows]))
+        column, weight = (torch.cat([getattr(one, name) for one in rows]) for name in ("ids", "weights"))
+        out[row.to(device), column.long().to(device)] = weight.to(device)
+        return out
+
+
+@dataclass(frozen=True)
+class DraftedTokens:
+    """The draft's new `ids`, the seconds they took, the seconds of its prompt, and the distribution of each token; `odds` is
+    empty for greedy tokens."""
+
+    ids: list[int]
+    seconds: float
+    prompt_s: float = 0.0
+    odds: tuple[TokenDistribution, ...] = ()
+
+
+class DraftDecoder:
+    """Writes after a prompt. `line` are the tokens after the prompt, of which the first `_run` have been run.
+
+    Under sampling a token is drawn from the draft's own distribution, as the target's sampling shapes it, cut to its
+    `SUPPORT` likeliest tokens; otherwise it is the likeliest one.
+    """
+
+    def __init__(self, runner: Runner, device: torch.device | str, vocab: int) -> None:
+        self._runner, self._device, self._vocab = runner, torch.device(device), vocab
+        self.talk = Conversation(runner, device)
+        self.line: list[int] = []
+        self._run = 0
+        self.prompt_s = 0.0
+
+    def tell(self, inputs: Mapping[str, Any]) -> None:
+        """The prompt is of `inputs`; what was written after the one before it is part of it, as far as it agrees."""
+        inputs = dict(inputs)
+        ids = inputs.pop(IDS, inputs["input_ids"])[0]
+        self.talk.said(torch.tensor(self.line[: self._run], dtype=torch.long))
+        self.line, self._run, self._prompt = [], 0, ids.cpu()
+        self.talk.tell(inputs, ids)
+
+    def read(
+        self,
+        inputs: Mapping[str, Any],
+        keep: Tensor | None,
+        compact: bool,
+        warp: Warp | None,
+        seed: int,
+        stream: LocalDraftStream | None = None,
+    ) -> None:
+        """Run the prompt, or the columns `keep` of it, numbered anew if `compact`, behind the turns before; or the question
+        that `stream` was asked.
+        `warp` is the target's sampling, None for the likeliest tokens; `seed` is of the tokens that are drawn here."""
+        began = time.perf_counter()
+        self._warp, self._random = warp, torch.Generator().manual_seed(seed)
+        if stream is not None:
+            self._prompt = inputs["input_ids"][0].cpu()
+            self._runner = runner = stream.read()
+            self._after_prompt = runner.logits[0]
+        else:
+            self.tell(inputs)
+            self._after_prompt = self.talk.read(keep, compact)[0]
+        self._origin = self._runner.length()
+        self.prompt_s = time.perf_counter() - began
+
+    def write(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
+        """Go back to the first `length` tokens, take `fix` as the next ones, and write `count` more."""
+        began = time.perf_counter()
+        self.line[length:] = fix
+        # At least one token is run, for the logits after it.
+        run = min(self._run, length, max(len(self.line) - 1, 0))
+        if run < self._run:
+            self._runner.truncate(self._origin + run)
+        self._run = run
+        start, odds = len(self.line), []
+        for _ in range(count):
+            logits = self._after_prompt
+            if self.line:
+                feed = torch.tensor([self.line[self._run :]], device=self._device)
+                self._run = len(self.line)
+                logits = self._runner.step(feed)[0, -1]
+            logits = logits[: self._vocab]
+            if self._warp is None:
+                self.line.append(int(logits.argmax()))
+                continue
+            before = torch.cat([self._prompt, torch.tensor(self.line, dtype=torch.long)])
+            odds.append(_likeliest(self._warp(before.to(logits.device), logits)))
+            self.line.append(int(odds[-1].ids[draw(odds[-1].weights, self._random)]))
+        return DraftedTokens(self.line[start:], time.perf_counter() - began, self.prompt_s, tuple(odds))
+
+
+def _likeliest(q: Tensor) -> TokenDistribution:
+    """The `SUPPORT` likeliest tokens of a distribution q [V], and their probabilities among themselves."""
+    top = q.float().topk(min(SUPPORT, q.shape[-1]))
+    weights = top.values.cpu()
+    there = int((weights > 0).sum())
+    weights = weights[:there] / weights[:there].double().sum()
+    return TokenDistribution(top.indices[:there].to("cpu", torch.int32), weights.float())
+
+
+class Local:
+    """A draft in this process, asked as `Remote` is. On a CPU it works when its window is collected; on CUDA on a stream of
+    its own."""
+
+    def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
+        self._writer = DraftDecoder(peer.runner(), peer.device, vocab)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._asked: tuple[int, list[int], int] | None = None
+
+    def begin(
+        self,
+        inputs: Mapping[str, Any],
+        warp: Warp | None,
+        pruned: bool,
+        compact: bool,
+        seed: int,
+        stream: DraftStream | None = None,
+        lasts: bool = False,
+    ) -> None:
+        """As that of `Remote`; the prompt is read with the first window."""
+        self._writer.talk.runner.lasting = lasts
+        warp = None if warp is None else _at(warp, inputs["input_ids"].device)
+        self._unread: dict[str, Any] | None
+        self._unread = dict(inputs=inputs, keep=None, compact=compact, warp=warp, seed=seed)
+        if isinstance(stream, LocalDraftStream):
+            # What it holds is written by passes of the session, in their order on the device.
+            self._unread["stream"], self._stream = stream, None
+        self._wait()
+
+    def keep(self, columns: Tensor) -> None:
+        assert self._unread is not None
+        self._unread["keep"] = columns
+        self._wait()
+
+    def _wait(self) -> None:
+        """What is read may still be on its way on the target's stream; later work there is not waited for."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def ask(self, length: int, fix: list[int], count: int) -> None:
+        self._asked = length, fix, count
+
+    def collect(self, limit_s: float) -> DraftedTokens | None:
+        assert self._asked is not None
+        with torch.cuda.stream(self._stream):
+            if self._unread is not None:
+                self._writer.read(**self._unread)
+                self._unread = None
+            return self._writer.write(*self._asked)
+
+    def takes_up(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
+        """Whether the prompt `ids` [S] is read behind what `leave` gave; `past` is what the target holds of it."""
+        if not (isinstance(left, DraftDecoder) and left.talk.goes_on(ids, past)):
+            return False
+        self._writer = left
+        return True
+
+    def leave(self, ids: Tensor) -> Any:
+        """What the turn after that of prompt `ids` [S] may take up."""
+        if self._unread is not None:
+            self._writer.tell(self._unread["inputs"])
+        return self._writer
+
+    def close(self) -> None:
+        """Nothing is to be freed."""
+
+
+def _at(warp: Warp, device: torch.device) -> Warp:
+    """Runs `warp` on the device of its own tensors, for a draft on another device."""
+    return lambda ids, logits: warp(ids.to(device), logits.to(device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import Columns, TokenLayout
+from mmaccel.core.layout import TEXT, TokenLayout
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,22 @@ class Branches:
 
     sees: Tensor
     depth: Tensor
+
+
+@dataclass
+class Columns:
+    """What is known of the columns a cache holds: their layout, and the step from a column to its rotary position."""
+
+    layout: TokenLayout
+    delta: Tensor
+
+    def turn(self, new: TokenLayout) -> TokenLayout:
+        """The layout followed by `new` [1, n], a turn of the same conversation: what is asked is asked in that turn."""
+        text, visual = (new.modality == TEXT) & new.valid, (new.modality != TEXT).long()
+        after = text & (visual.cumsum(1) == visual.sum(1, keepdim=True))
+        asked = new.asked if bool(new.asked.any()) else after if bool(after.any()) else text
+        before = torch.zeros_like(self.layout.asked)
+        return replace(self.layout.append(new), asked=torch.cat([before, asked], 1))
 
 
 class Runner(ABC):

@@ -171,14 +171,6 @@ class TokenLayout:
         return self._map(lambda t: t.to(device))
 
 
-@dataclass
-class Columns:
-    """What is known of the columns a cache holds: their layout, and the step from a column to its rotary position."""
-
-    layout: TokenLayout
-    delta: Tensor
-
-
 class Pace(NamedTuple):
     """For positions that are seconds: positions a second, and the seconds of a unit at the stream's even rate."""
 

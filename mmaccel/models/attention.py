@@ -24,8 +24,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mmaccel.core.adapter import Columns as Columns
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.layout import Columns as Columns
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.prefill.attention import ForwardPass

@@ -14,7 +14,6 @@ from torch import Tensor
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Ended, Speculation, lockstep
 from mmaccel.core.errors import DraftError, warn
-from mmaccel.core.prefill.prune import of_turn
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, columns
 from mmaccel.models.prompt_stream import PromptRunner, runner_of
@@ -256,7 +255,7 @@ class _Sequence:
             if pruner is not None:
                 layout, new = attachment.family.layout(attachment.model, given), None
                 if past is not None:
-                    layout, new = of_turn(past.layout, layout), layout.length
+                    layout, new = past.turn(layout), layout.length
                 self._listener = listener = Listener(
                     owner, pruner, layout, keep, careful.drop, new, turn.heard, self._lasts
                 )

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, Runner
+from mmaccel.core.adapter import Branches, Columns, Runner
 from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import TEXT, Columns, TokenLayout
+from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.prefill.attention import NOTE, Note
 from mmaccel.core.prefill.prune import Probe

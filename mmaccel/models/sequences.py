@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.adapter import Columns
 from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import IMAGE, VIDEO, Columns
+from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import is_given
 from mmaccel.models.runner import unpadded
@@ -72,13 +73,14 @@ def known(attachment: Attachment, cache: Any) -> Columns | None:
 
 def why_not(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> str | None:
     """Why a call of `count` sequences after a filled cache runs without the draft; None: it drafts."""
-    cache, ids, mask = (kwargs.get(name) for name in ("past_key_values", "input_ids", "attention_mask"))
+    cache, ids, mask = kwargs["past_key_values"], kwargs.get("input_ids"), kwargs.get("attention_mask")
     if count > 1:
         return "past_key_values is of several sequences, and it reads one at a time"
     if known(attachment, cache) is None:
         return "past_key_values holds padding, or another model filled it"
-    whole = ids is not None and (mask is None or mask.shape == ids.shape)
-    if not whole or (ids.numel() if mask is None else int(mask.sum())) <= filled(cache):
+    if not isinstance(ids, Tensor) or (mask is not None and mask.shape != ids.shape):
+        return "input_ids are not the whole conversation"
+    if (ids.shape[1] if mask is None else int(mask.sum())) <= filled(cache):
         return "input_ids do not begin with what past_key_values holds"
     return None
 

@@ -20,11 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Branches, ModelView
+from mmaccel.core.adapter import Branches, Columns, ModelView
 from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.errors import DraftError, RecipeError
-from mmaccel.core.layout import Columns
 from mmaccel.core.prefill.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
 

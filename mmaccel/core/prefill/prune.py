@@ -353,24 +353,12 @@ def question(layout: TokenLayout) -> Tensor:
 
 def observers(layout: TokenLayout, last: int | None = None) -> Tensor:
     """[n] the columns whose attention to the visual tokens is read: the text after the last of them, which has read the
-    question wherever that stands; the last column where no text follows, for none before it sees them all.
-
-    All text where there is no visual token. `last`: only of the last columns, those of a turn; None: of all.
-    """
+    question wherever that stands; the last column where no text follows, for none before it sees them all. All text where
+    there is no visual token. `last`: of the last columns alone, those of a turn."""
     text, after = _text(layout)
     if last is not None:
         after = after & (text >= layout.length - last)
     return text[after] if bool(after.any()) else text.new_tensor([layout.length - 1])
-
-
-def of_turn(past: TokenLayout, new: TokenLayout) -> TokenLayout:
-    """The layout of a conversation whose next turn is `new` [1, n], after `past`; what is asked is asked in that turn."""
-    text = (new.modality == TEXT) & new.valid
-    visual = (new.modality != TEXT).long()
-    after = text & (visual.cumsum(1) == visual.sum(1, keepdim=True))
-    asked = new.asked if bool(new.asked.any()) else after if bool(after.any()) else text
-    whole = past.append(new)
-    return replace(whole, asked=torch.cat([torch.zeros_like(past.asked), asked], 1))
 
 
 def _text(layout: TokenLayout) -> tuple[Tensor, Tensor]:

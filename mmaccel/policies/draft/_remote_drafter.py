@@ -242,7 +242,7 @@ def serve_decoder(
         inputs, warp, compact, seed, stream = waiting.pop(number)
         lasts, after = inputs.pop(TURN, (0, 0))
         with beating(wire):
-            writers[number] = writers.pop(after, None) or fresh()
+            writers[number] = writers.pop(after) if after in writers else fresh()
             writers[number].talk.runner.lasting = bool(lasts)
             writers[number].read(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)
 

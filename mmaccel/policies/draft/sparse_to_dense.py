@@ -16,7 +16,7 @@ from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Propo
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, check_least, shown
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.memory.kv import KVState, KVView
-from mmaccel.core.prefill.prune import PrefillPass, Probe, best, observers, of_turn, quota
+from mmaccel.core.prefill.prune import PrefillPass, Probe, best, observers, quota
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import FullState
 
@@ -122,7 +122,7 @@ class _Sparse(DraftState, Probe):
         self._prompt = prompt
         self._left = prompt.max_new_tokens or sys.maxsize
         layout = self._target.adapter.layout(self._target.model, prompt.inputs)
-        self._layout = layout if prompt.past is None else of_turn(prompt.past.layout, layout)
+        self._layout = layout if prompt.past is None else prompt.past.turn(layout)
         self._asked = observers(self._layout, layout.length)
 
     def probe(self) -> Probe:

@@ -319,11 +319,11 @@ class Attachment(Attaching):
         end = layout.position.amax(1, keepdim=True) + 1
         if positions is None:
             return torch.zeros_like(end)
-        if positions.ndim == 3:
-            positions = positions[-3:].amax(0)
-        # An answer goes on from the last column, which after a long video is not the largest position.
+        positions = (positions[-3:].amax(0) if positions.ndim == 3 else positions).to(end.device)
+        if positions.shape[1] == layout.length:  # a first prompt: as transformers has it
+            return positions.amax(1, keepdim=True) + 1 - end
         last = layout.valid[:, -positions.shape[1] :].long().cumsum(1).argmax(1, keepdim=True)
-        return positions.to(end.device).gather(1, last) + 1 - end
+        return positions.gather(1, last.to(end.device)) + 1 - end
 
     def _pass(self, run: ForwardPass | PackedPass, kwargs: dict[str, Any]) -> Any:
         fed = self._fed(run, kwargs)

@@ -261,7 +261,7 @@ def test_a_closed_session_serves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "match"),
     [
-        ({"kv": "full", "prune": "fastv"}, "leave prune out"),
+        ({"kv": "full", "prune": "fastv"}, "layer 2 of a model of 2; give 1 to 1"),
         ({"kv": "full", "draft": "sparse_to_dense"}, "set draft to 'off'"),
         ({"kv": {"name": "rekv", "frames": 0}}, "frames is 0; give at least 1"),
         ({"kv": {"name": "rekv", "window": 4, "local": 5}}, "local is 5"),

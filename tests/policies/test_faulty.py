@@ -103,11 +103,6 @@ def test_a_class_that_cannot_be_registered(made: Any, words: str) -> None:
     assert "no_such_pattern" not in mmaccel.list_policies("sparse")["sparse"]
 
 
-def test_the_variable_is_named() -> None:
-    with pytest.raises(RecipeError, match="exact = True"):
-        mmaccel.Recipe(prune="fastv", kv="window")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("faults", "what"), [(faults, what) for faults in (SPARSE, PRUNE, MEMORIES) for what in faults]
 )

@@ -209,6 +209,11 @@ def stream_policy(recipe: Recipe) -> StreamPolicy:
             f"draft {draft.name!r} needs the prompt's own inputs, pixels included, and a stream has none; set draft to "
             f"{DEFAULTS['draft']!r}."
         )
+    if draft.active and draft.pruner is not None and draft.pruner.compact:
+        raise RecipeError(
+            f"draft {draft.name!r} has prune {draft.pruner.name!r} with compact = True, and in a session the draft's own "
+            "memory decides where recalled tokens stand; set compact to False."
+        )
     return kv
 
 
@@ -232,10 +237,10 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
             f"draft {draft.name!r} drafts over the cache of a prompt that it saw being read, and a stream's video is read "
             f"before there is a question; set draft to {DEFAULTS['draft']!r}."
         )
-    if draft.active and draft.pruner is not None:
+    if draft.active and draft.pruner is not None and not draft.pruner.needs <= {"attention"}:
         raise RecipeError(
-            f"draft {draft.name!r} has prune {draft.pruner.name!r}, which chooses as the target reads a whole prompt, and a "
-            "stream's video is read before there is a question; leave the draft's prune out."
+            f"draft {draft.name!r} has prune {draft.pruner.name!r}, which reads the states of a whole prompt, and kv "
+            f"{kv.name!r} keeps keys and values alone; choose one that reads attention, such as attention, for the draft."
         )
     return kv
 

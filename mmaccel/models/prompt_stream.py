@@ -16,16 +16,19 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import Question, StreamModel
 from mmaccel.core.decoding.generate import Deadline
+from mmaccel.core.decoding.watching import Heard
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.prune import Probe
+from mmaccel.core.streams.listening import Listening
 from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, positions_of
 from mmaccel.models.runner import HFRunner, open_runner, unpadded
+from mmaccel.models.signals import Listener
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.stream import StreamPasses
 
@@ -123,6 +126,14 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             if len(sizes) > 1:
                 others[name] = torch.cat([whole[:begin], whole[begin + sizes[number] :]]).to(self.device)
         return own, others
+
+    def paid(self, heard: Heard) -> Tensor:
+        """[k, 1, S] what the question paid to the columns of the prompt: to those of units as `heard`, to others nothing."""
+        out = heard.paid.new_zeros(len(heard.paid), 1, self.inputs["input_ids"].shape[1])
+        tokens = torch.arange(self._inside - self._head, device=out.device)
+        unit = self._unit
+        out[:, 0, self._head : self._inside] = heard.to(tokens // unit, tokens % unit, unit)
+        return out
 
     # What a stream asks.
 
@@ -224,6 +235,10 @@ class PromptRunner(Runner):
                 state.idle()
                 asked = live.asked("", self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(asked)
+                if isinstance(live.around, Listening) and (heard := live.around.heard()) is not None:
+                    for probe in probes:
+                        if isinstance(probe, Listener) and probe.heard:
+                            probe.told(prompt.paid(heard))
             except BaseException:
                 self.settle()
                 raise

@@ -156,6 +156,12 @@ class Listener(Probe):
             )
         return [states, hidden.new_zeros(start - len(states), hidden.shape[-1])]
 
+    def told(self, attention: Tensor) -> None:
+        """Attention [k, 1, S] that was heard elsewhere, of a prompt whose layers were not: its video went into a memory."""
+        with self._failing():
+            self.attention, self.heard = attention, dict.fromkeys(self.heard, self.layout.length)
+            self._tell_when_ready()
+
     def _note(self, run: PrefillPass, layer: int) -> None:
         """Which columns a pruner of the target has left `layer`."""
         held, state = None, run.state

@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a draft's pruner on a memory of streams": (
         {"kv": "rekv", "draft": {"name": "sequential", "model": "DRAFT", "prune": {"name": "uv"}}},
-        "which chooses as the target reads a whole prompt",
+        "which reads the states of a whole prompt",
     ),
 }
 

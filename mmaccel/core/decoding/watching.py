@@ -9,19 +9,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmaccel.core.errors import warn
 from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.prefill.prune import Stage, TokenPruner
 
 
 @dataclass(frozen=True, eq=False)
 class Watching:
-    """What a draft is told of the session whose frames it is to watch: its processor, memory and `chunk`."""
+    """What a draft is told of the session whose frames it is to watch: its processor, memory and `chunk`; and, in another
+    process, the `prune` of its own."""
 
     processor: Any
     kv: StreamPolicy
     chunk: int | None
+    prune: TokenPruner | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """What a target's question paid to the tokens of units, for a draft's pruner, of whose `stage` it is.
+
+    unit    P, tokens of a unit of the target
+    tokens  [n] long, ascending: what a layer saw; the unit's number, as all models of a pace count them, times P, plus the
+            place in it
+    paid    [k, n] float32: the attention that the question paid to each, a mean over its rows, heads and the layers of the
+            group `Stage.attention[k]`; a layer that did not see it paid nothing
+    """
+
+    stage: Stage
+    unit: int
+    tokens: Tensor
+    paid: Tensor
+
+    def to(self, numbers: Tensor, places: Tensor, unit: int) -> Tensor:
+        """[k, m] what was paid to the tokens at `places` [m] of units `numbers` [m], where units have `unit` tokens."""
+        wanted, tokens = numbers * self.unit + places * self.unit // unit, self.tokens.to(numbers.device)
+        paid = self.paid.to(numbers.device)
+        if not tokens.numel():
+            return paid.new_zeros(len(paid), len(wanted))
+        at = torch.searchsorted(tokens, wanted).clamp(max=len(tokens) - 1)
+        return torch.where(tokens[at] == wanted, paid[:, at], 0.0)
 
 
 class DraftStream(ABC):
@@ -41,8 +71,9 @@ class DraftStream(ABC):
         """Be as at the moment of `mark`."""
 
     @abstractmethod
-    def ask(self, question: str, room: int) -> None:
-        """A question comes, of whose answer the target may say `room` tokens; what reads it is the draft's state."""
+    def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
+        """A question comes, of whose answer the target may say `room` tokens; what reads it is the draft's state. `heard`,
+        where the draft has a pruner: what the target's question attended to."""
 
     @abstractmethod
     def done(self) -> None:

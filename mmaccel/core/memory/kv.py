@@ -304,6 +304,11 @@ class StreamState(KVState):
         runs."""
         return 0
 
+    def seen(self, layer: int) -> Tensor | None:
+        """[m] long: of which tokens of the stream (number of the unit times P, plus the place in it) the columns in the view
+        of `layer` are, from the first behind head and `summaries` on, while a question runs; None: not known."""
+        return None
+
     def seen_only(self, layer: int, columns: Tensor) -> None:
         """Told, while a question runs, that of the columns before it only `columns` [k] of the view of `layer` are seen, for
         a pruner drops the rest: `evidence` weighs these alone."""

@@ -22,7 +22,90 @@ from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_colu
 from mmaccel.core.report import Meter
 
 
-class RecallPruning(StreamState):
+class AroundMemory(StreamState):
+    """The memory `state` as one question and its answer see it; what subclasses leave alone is the memory's own."""
+
+    def __init__(self, state: StreamState) -> None:
+        self.state = state
+        self._pass: StreamPass | None = None
+        self._start = self._tail = 0
+
+    @property
+    def allows_branches(self) -> bool:  # type: ignore[override]
+        return self.state.allows_branches
+
+    @property
+    def recalls_alike(self) -> bool:  # type: ignore[override]
+        return self.state.recalls_alike
+
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        if stream_pass.kind == "question":
+            self._start = self.state.length()
+        self._pass, self._tail = stream_pass, self.state.length() - self._start + stream_pass.rows
+        self.state.begin_pass(stream_pass)
+
+    def view(self, layer: int, query: Tensor) -> KVView:
+        return self.state.view(layer, query)
+
+    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
+        return self.state.write_slot(layer, query)
+
+    def summaries(self, layer: int) -> int:
+        return self.state.summaries(layer)
+
+    def seen(self, layer: int) -> Tensor | None:
+        return self.state.seen(layer)
+
+    def seen_only(self, layer: int, columns: Tensor) -> None:
+        self.state.seen_only(layer, columns)
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.state.append(layer, key, value)
+
+    def ahead(self, layer: int, hidden: Tensor) -> None:
+        self.state.ahead(layer, hidden)
+
+    def end_pass(self) -> None:
+        self.state.end_pass()
+
+    def accept(self, keep: int | Tensor) -> None:
+        self.state.accept(keep)
+
+    def truncate(self, length: int) -> None:
+        self.state.truncate(length)
+
+    @contextmanager
+    def question_scope(self) -> Iterator[None]:
+        with self.state.question_scope():
+            yield
+
+    def length(self) -> int:
+        return self.state.length()
+
+    def held(self) -> int:
+        return self.state.held()
+
+    def units(self) -> int:
+        return self.state.units()
+
+    def reset(self) -> None:
+        self.state.reset()
+
+    def checkpoint(self) -> Any:
+        return self.state.checkpoint()
+
+    def restore(self, mark: Any) -> None:
+        self.state.restore(mark)
+
+
+def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
+    """Warn, and note in the report, that `pruner` does nothing to this prompt."""
+    what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
+    meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
+    warn(f"{sentence}.")
+
+
+class RecallPruning(AroundMemory):
     """The memory `state` as one question and its answer see it, which `pruner` shows fewer tokens of units.
 
     The head, summary tokens and all rows of the question stay, those of images, of other videos and of a unit not yet
@@ -38,12 +121,11 @@ class RecallPruning(StreamState):
         self, state: StreamState, pruner: TokenPruner, stream: Stream, depth: int, before: int
     ) -> None:
         """The first `before` rows of the question are no words: they stand for frames and pictures."""
-        self.state, self.pruner, self._stream, self._before = state, pruner, stream, before
+        super().__init__(state)
+        self.pruner, self._stream, self._before = pruner, stream, before
         self._stages = {s.layer: s for s in (pruner.stages(depth) if pruner.stage == "layer" else ())}
         glance = depth if pruner.glance is None else pruner.glance
         self._glance, self._first = glance, min([glance, *(layer - 1 for layer in self._stages)])
-        self._pass: StreamPass | None = None
-        self._start = self._tail = 0
         self._layouts: dict[tuple[int, int], TokenLayout] = {}
         # Of layers that show the same: the columns that cuts have left, and what was paid to them.
         self._left: Tensor | None = None
@@ -54,16 +136,6 @@ class RecallPruning(StreamState):
         # Of each layer by which a decoded token's view is chosen: what the last token paid, and what was chosen.
         self._glanced: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.counts = dict.fromkeys(["visual", *map(_name, self._stages)], 0.0)
-
-    @property
-    def allows_branches(self) -> bool:  # type: ignore[override]
-        return self.state.allows_branches
-
-    def begin_pass(self, stream_pass: StreamPass) -> None:
-        if stream_pass.kind == "question":
-            self._start = self.state.length()
-        self._pass, self._tail = stream_pass, self.state.length() - self._start + stream_pass.rows
-        self.state.begin_pass(stream_pass)
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         return self.state.write_slot(layer, query) if layer < self._first else None
@@ -189,53 +261,6 @@ class RecallPruning(StreamState):
             text = (place < self._stream.head) | (place >= base + self._before)
             self._layouts[first, base] = TokenLayout.build(torch.where(text, TEXT, VIDEO), frame=frame)
         return self._layouts[first, base]
-
-    # The rest is the memory's own.
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self.state.append(layer, key, value)
-
-    def ahead(self, layer: int, hidden: Tensor) -> None:
-        self.state.ahead(layer, hidden)
-
-    def end_pass(self) -> None:
-        self.state.end_pass()
-
-    def accept(self, keep: int | Tensor) -> None:
-        self.state.accept(keep)
-
-    def truncate(self, length: int) -> None:
-        self.state.truncate(length)
-
-    @contextmanager
-    def question_scope(self) -> Iterator[None]:
-        with self.state.question_scope():
-            yield
-
-    def length(self) -> int:
-        return self.state.length()
-
-    def held(self) -> int:
-        return self.state.held()
-
-    def units(self) -> int:
-        return self.state.units()
-
-    def reset(self) -> None:
-        self.state.reset()
-
-    def checkpoint(self) -> Any:
-        return self.state.checkpoint()
-
-    def restore(self, mark: Any) -> None:
-        self.state.restore(mark)
-
-
-def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
-    """Warn, and note in the report, that `pruner` does nothing to this prompt."""
-    what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
-    meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
-    warn(f"{sentence}.")
 
 
 def _name(layer: int) -> str:

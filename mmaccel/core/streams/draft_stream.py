@@ -11,11 +11,13 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import DraftStream
+from mmaccel.core.decoding.watching import DraftStream, Heard
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy
+from mmaccel.core.streams.listening import Guided
 from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
 from mmaccel.core.streams.stream_runner import StreamRunner
@@ -24,10 +26,14 @@ FACTS = "stream.json"
 
 
 class LocalDraftStream(DraftStream):
-    """A `StreamRunner` on the draft's model, with a memory `kv` of its own; it begins with the first frames."""
+    """A `StreamRunner` on the draft's model, with a memory `kv` of its own; it begins with the first frames. Of what a
+    question recalls the draft reads what `prune` leaves: `counts` are its tokens, before and after."""
 
-    def __init__(self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None) -> None:
-        self._adapter, self._kv, self._chunk = adapter, kv, chunk
+    def __init__(
+        self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, prune: TokenPruner | None = None
+    ) -> None:
+        self._adapter, self._kv, self._chunk, self._prune = adapter, kv, chunk, prune
+        self._guided: Guided | None = None
         self._live: StreamRunner | None = None
         self._asked: tuple[str, int] | None = None
         self._question = ExitStack()
@@ -52,13 +58,20 @@ class LocalDraftStream(DraftStream):
         elif self._live is not None:
             self._live.back(mark)
 
-    def ask(self, question: str, room: int) -> None:
+    @property
+    def counts(self) -> dict[str, float]:
+        return {} if self._guided is None else self._guided.counts
+
+    def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
         self._asked = question, room
+        pruned = self._prune is not None and heard is not None
+        self._guided = Guided(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read(self) -> QuestionRunner:
         """Run the question that was asked: what goes on after it, until `done`."""
         if self._live is None or self._asked is None:
             raise ModelError("the draft has seen no frame, or was asked nothing.")
+        self._live.around = self._guided
         return self._question.enter_context(self._live.asked(*self._asked, weigh=False))
 
     def done(self) -> None:

@@ -17,6 +17,7 @@ from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import StreamPass, StreamState
 from mmaccel.core.report import Meter
+from mmaccel.core.streams.listening import Around, Listening
 
 
 @dataclass(eq=False)
@@ -29,6 +30,7 @@ class QuestionRunner(Runner):
     meter     counts what is decoded
     evidence  gives the frames that the answer rests on, after the question has run
     question  its text, and `beside` the stream of a draft, which is asked it too
+    around    what is laid round the memory while it lasts; `Listening` tells a draft's pruner what it attended to
     logits    [1, V] of the first token, set by `prefill`
     """
 
@@ -42,6 +44,7 @@ class QuestionRunner(Runner):
     evidence: Callable[[], tuple[Evidence, ...]]
     question: str
     beside: CarefulDraftStream
+    around: Around | None
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
@@ -121,7 +124,8 @@ class QuestionRunner(Runner):
         try:
             with beside.dropping() as stream:
                 if stream is not None:
-                    stream.ask(self.question, most)
+                    heard = self.around.heard() if isinstance(self.around, Listening) else None
+                    stream.ask(self.question, most, *([] if heard is None else [heard]))
             prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream)
             if beside.failed:
                 self.meter.draft_failed(beside.failed)

@@ -20,6 +20,7 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
+from mmaccel.core.streams.listening import Around, Listening
 from mmaccel.core.streams.question import QuestionRunner
 
 UNITS = 16
@@ -67,6 +68,7 @@ class StreamRunner:
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
         self.beside = CarefulDraftStream()
+        self.around: Around | None = Listening.to(adapter)  # laid round the memory of a question
         self._warned = self._full = self._ingests = False
         self._pruned: dict[str, float] = {}
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
@@ -258,17 +260,20 @@ class StreamRunner:
                 "keeps less."
             )
         left = places.limit - 1 - last
-        stream_pass = replace(
-            stream_pass, room=min(room, left)
-        )  # memory is taken for no more than there are positions
+        # Memory is taken for no more than there are positions.
+        stream_pass = replace(stream_pass, room=min(room, left))
         deadline.check()
-        evidence = state.evidence
+        evidence, shows = state.evidence, list(range(len(info.spans)))
         if isinstance(state, FrameState):
             state, evidence = self._picked(state, deadline)
+            shows = list(evidence())
         prune = adapter.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
         depth, seen = adapter.view.geometry.layers, before + asking.visual
         pruned = None
+        if self.around is not None:
+            numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
+            state = self.around(state, self.stream, seen, numbers)
         if acts is not None and (acts.stage == "layer" or acts.glance is not None):
             state = pruned = RecallPruning(state, acts, self.stream, depth, seen)
         parts = [info.marks, asking.embeds]
@@ -277,8 +282,8 @@ class StreamRunner:
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
         shown = (lambda: self._shown(evidence())) if weigh else tuple
-        given = adapter, self.run_pass, state, deadline, asking.ids, left, meter, shown, question, self.beside
-        runner = QuestionRunner(*given)
+        given = adapter, self.run_pass, state, deadline, asking.ids, left, meter, shown, question
+        runner = QuestionRunner(*given, self.beside, self.around)
         with state.question_scope():
             runner.prefill({"stream_pass": stream_pass, "embeds": torch.cat(parts)})
             meter.prompt_tokens = runner.length()

@@ -150,7 +150,7 @@ class PeerStrategy(DraftStrategy):
     def watch(self, target: ModelView, session: Watching) -> DraftStream:
         peer = self.peer(target)
         adapter = adapter_for(peer.model).stream_adapter(peer.model, session.processor)
-        return LocalDraftStream(adapter, self.kv or session.kv, session.chunk)
+        return LocalDraftStream(adapter, self.kv or session.kv, session.chunk, self.prune)
 
     def peer(self, target: ModelView) -> ModelView:
         """The draft model's view, in this process; raises `DraftError` for a missing model, another family and another

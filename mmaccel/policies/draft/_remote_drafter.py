@@ -27,7 +27,6 @@ from mmaccel.core.decoding.watching import DraftStream
 from mmaccel.core.decoding.worker import READY, Blob, Message, Wire, Worker, beating, inbox
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft._conversation import follows
@@ -205,8 +204,8 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
         bare = [int(bare_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []
     wire.send(READY, family.geometry(model).vocab, *bare)
 
-    def watch(processor: Any, kv: StreamPolicy, chunk: int | None) -> LocalDraftStream:
-        return LocalDraftStream(family.stream_adapter(model, processor), kv, chunk)
+    def watch(processor: Any, *given: Any) -> LocalDraftStream:
+        return LocalDraftStream(family.stream_adapter(model, processor), *given)
 
     serve_decoder(wire, lambda: DraftDecoder(family.runner(model), own, options["vocab"]), own, watch)
 

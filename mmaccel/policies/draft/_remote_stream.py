@@ -7,6 +7,7 @@ import json
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -14,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.watching import DraftStream, Watching
+from mmaccel.core.decoding.watching import DraftStream, Heard, Watching
 from mmaccel.core.decoding.worker import OWN, Message, Wire, Worker, beating
 from mmaccel.core.errors import DraftError
 from mmaccel.core.streams.draft_stream import LocalDraftStream
@@ -52,7 +53,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
         super().__init__(worker)
         self._open[self.number] = self
         self._out = 0  # messages not answered yet
-        given = pickle.dumps((session.processor, session.kv, session.chunk))
+        given = pickle.dumps((session.processor, session.kv, session.chunk, session.prune))
         worker.send(WATCH, self.number, blob=[given])
         self._out += 1
 
@@ -74,8 +75,11 @@ class RemoteDraftStream(DraftStream, WireEnd):
     def back(self, mark: Any) -> None:
         self._call("back")
 
-    def ask(self, question: str, room: int) -> None:
-        self._call("ask", question, room)
+    def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
+        more = b""
+        if heard is not None:
+            more = pickle.dumps(replace(heard, tokens=heard.tokens.cpu(), paid=heard.paid.cpu()))
+        self._call("ask", question, room, more=more)
 
     def done(self) -> None:
         self._call("done")
@@ -95,9 +99,10 @@ class RemoteDraftStream(DraftStream, WireEnd):
         if self._open.pop(self.number, None) is not None and self._worker.alive:
             self._call("close")
 
-    def _call(self, name: str, *given: Any) -> None:
+    def _call(self, name: str, *given: Any, more: bytes = b"") -> None:
         self._out += 1
-        self._worker.send(CALL, self.number, blob=[json.dumps([name, *given]).encode()])
+        call = json.dumps([name, *given]).encode()
+        self._worker.send(CALL, self.number, len(call), blob=[call, more] if more else [call])
 
     def _settle(self) -> None:
         """Wait until the process has done all that it was asked for."""
@@ -113,7 +118,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
 
 
 class ServedStreams:
-    """The end in the process: `streams` by number, each made by `watch` of a processor, a memory and a chunk."""
+    """The end in the process: `streams` by number, each made by `watch` of a processor, a memory, a chunk and a pruner."""
 
     def __init__(self, wire: Wire, watch: Callable[..., LocalDraftStream] | None) -> None:
         self._wire, self._watch = wire, watch
@@ -133,7 +138,9 @@ class ServedStreams:
                 frames = torch.frombuffer(message.blob, dtype=torch.uint8, offset=size).view(shape)
                 self.streams[number].take(frames, times, fps, timed)
             else:
-                self._call(number, *json.loads(message.blob))
+                size = message.numbers[1]
+                more = message.blob[size:]
+                self._call(number, *json.loads(message.blob[:size]), *([pickle.loads(more)] if more else []))
         self._wire.send(DONE, number)
 
     def _call(self, number: int, name: str, *given: Any) -> None:

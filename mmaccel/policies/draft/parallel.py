@@ -70,7 +70,8 @@ class Parallel(PeerStrategy):
     most      the longest measured window
     prune     a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` leaves of it,
-              whichever is expected to be faster by the steps and the share kept that were measured
+              whichever is expected to be faster by the steps and the share kept that were measured; in a session it is always
+                what `prune` leaves
     kv        the memory of the draft's own stream, in a session; null: one like the target's
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second CUDA
               stream, except in a session
@@ -122,7 +123,9 @@ class Parallel(PeerStrategy):
     def watch(self, target: ModelView, session: Watching) -> DraftStream:
         if not self.process:
             return super().watch(target, session)
-        return RemoteDraftStream(self._worker(target), replace(session, kv=self.kv or session.kv))
+        return RemoteDraftStream(
+            self._worker(target), replace(session, kv=self.kv or session.kv, prune=self.prune)
+        )
 
     def open(self, target: ModelView) -> DraftState:
         vocab = target.geometry.vocab
@@ -216,6 +219,8 @@ class Pipeline(DraftState):
         before = self._taken_up(prompt) if prompt.past is not None else None
         if prompt.past is not None:
             inputs = {**inputs, IDS: prompt.ids}
+        if prompt.stream is not None:
+            self._pruner = None  # which acts on what the draft's stream recalls
         if before is not None:
             self._pruner = self._pruner if before.pruned else None
         elif self._shares is not None and self._pruner is not None:

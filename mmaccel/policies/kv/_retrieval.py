@@ -329,6 +329,9 @@ class ArchivedMemory(StreamMemory):
             # The next question need not wait for what this one split.
             self.idle()
 
+    def seen(self, layer: int) -> Tensor | None:
+        return self._tokens_of(self._found[layer].entries, self._begin) if layer in self._found else None
+
     def _looked(self) -> dict[int, Look]:
         if not self._found:
             return {}

@@ -219,6 +219,9 @@ class TokenMemory(StreamMemory):
     def reset(self) -> None:
         self.restore(self._blank)
 
+    def seen(self, layer: int) -> Tensor | None:
+        return self._seen[layer][0] if layer in self._seen else None
+
     def _looked(self) -> dict[int, Look]:
         looks = {}
         for layer, (column, begin) in self._seen.items():

@@ -306,6 +306,15 @@ class StreamMemory(IngestState):
     def summaries(self, layer: int) -> int:
         return self._asked[layer].few
 
+    def seen(self, layer: int) -> Tensor | None:
+        return None if layer not in self._looks else self._tokens_of(*self._looks[layer])
+
+    def _tokens_of(self, numbers: Tensor, begin: int) -> Tensor:
+        """[m] the tokens of units `numbers`, and of all from `begin` on."""
+        local = torch.arange(begin, self._count, device=numbers.device)
+        inside = torch.arange(self.stream.unit, device=numbers.device)
+        return (torch.cat([numbers, local])[:, None] * self.stream.unit + inside).flatten()
+
     def seen_only(self, layer: int, columns: Tensor) -> None:
         self._rows.seen_only(layer, columns)
 

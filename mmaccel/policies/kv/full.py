@@ -229,6 +229,9 @@ class WholeStream(PassState):
     def reset(self) -> None:
         self.restore((0, 0))
 
+    def seen(self, layer: int) -> Tensor | None:
+        return torch.arange(self._count * self.stream.unit, device=self.device)
+
     def evidence(self) -> dict[int, Seen]:
         """Every layer sees every unit."""
         return {number: Seen(1.0, 0.0, None) for number in range(self._count)}

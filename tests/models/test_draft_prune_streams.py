@@ -1,0 +1,150 @@
+"""A draft's own pruner on streams: the draft reads a part of what it recalls, and the text stays."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.decoding.watching import Heard
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.prefill.prune import Stage
+from mmaccel.core.streams.draft_stream import LocalDraftStream
+from mmaccel.core.streams.listening import Listening
+from mmaccel.models.signals import Listener
+from mmaccel.policies.draft import Parallel, Sequential, Tree
+from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+
+TIGHT = every_stream(frames=6, window=8)
+ALL = every_stream()
+TOKENS = 14
+PRUNERS = ("attention", "uniform", "random")
+
+
+def asked(kv: Any, draft: Any, frames: int = 18, name: str = "random-qwen", **choices: Any) -> Any:
+    with open_session(name, kv, draft=draft, **choices) as session:
+        session.watch(film(frames), fps=FPS)
+        answer = session.ask(QUESTION, TOKENS)
+        stream = session._live.beside.stream
+        assert answer.counters.get("failed") is None and not session._live.beside.failed
+        return answer, dict(stream.counts) if isinstance(stream, LocalDraftStream) else {}
+
+
+@pytest.mark.parametrize("prune", PRUNERS)
+@pytest.mark.parametrize("kv", TIGHT)
+def test_a_draft_reads_a_part_of_what_it_recalls(kv: str, prune: str) -> None:
+    model = pair("random-qwen")[0]
+    given: Any = {"name": prune, "retention": 0.25}
+    answer, counts = asked(TIGHT[kv], Sequential(model=model, window=3, prune=given))
+    assert answer.ids == asked(TIGHT[kv], "off")[0].ids and answer.counters["drafted"] > 0
+    assert counts["visual"] > 0 and counts["visual from layer 0"] == int(0.25 * counts["visual"])
+
+
+@pytest.mark.parametrize("draft", [Parallel, Tree])
+def test_every_draft_that_watches_is_pruned(draft: Any) -> None:
+    more: Any = {"process": False, "prune_when": "measured"} if draft is Parallel else {}
+    made = draft(model=pair("random-qwen")[0], prune="uniform", **more)
+    answer, counts = asked(TIGHT["mosaic"], made)
+    assert answer.ids == asked(TIGHT["mosaic"], "off")[0].ids
+    assert 0 < counts["visual from layer 0"] == int(0.1 * counts["visual"])
+
+
+@pytest.mark.parametrize("kv", ALL)
+def test_a_pruner_that_keeps_everything_changes_nothing_of_the_draft(kv: str) -> None:
+    model = pair("random-qwen")[0]
+    found = []
+    for prune in (None, {"name": "attention", "retention": 1.0}):
+        found.append(asked(ALL[kv], Sequential(model=model, window=3, prune=prune))[0])  # type: ignore[arg-type]
+    assert found[0].ids == found[1].ids
+    assert found[0].counters["accepted"] == found[1].counters["accepted"] > 0
+
+
+def heard_of(kv: Any, **choices: Any) -> Heard:
+    """What the question's attention was, of a session with a draft that has a pruner."""
+    draft = Sequential(model=pair("random-ov")[0], prune="attention")  # type: ignore[arg-type]
+    with open_session("random-ov", kv, draft=draft, **choices) as session:
+        session.watch(film(18), fps=FPS)
+        around = session._live.around
+        assert isinstance(around, Listening)
+        with session._live.asked(QUESTION, 4):
+            heard = around.heard()
+        assert heard is not None and around.heard() is None
+        return heard
+
+
+def test_what_is_heard_is_what_the_plain_model_attends_to() -> None:
+    """With everything in view: attention of the question's rows to the video, from the eager model's own probabilities."""
+    model, processor = pair("random-ov")
+    heard = heard_of(ALL["mosaic"])
+    content = [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}]
+    inputs = processor.chat(content, fps=FPS)
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            rows = model(**inputs, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+    video = (inputs["input_ids"][0] == model.config.video_token_id).nonzero()[:, 0]
+    inside, after = video[: len(heard.tokens)], int(video[-1]) + 1
+    want = torch.stack([one[0, :, after:].mean((0, 1)) for one in rows]).mean(0)[inside]
+    assert heard.tokens.tolist() == list(range(18 * heard.unit))
+    assert want.std() > 0 and (heard.paid[0] - want).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_what_is_heard_is_of_units_that_were_seen(kv: str) -> None:
+    heard = heard_of(TIGHT[kv])
+    assert (heard.tokens[1:] > heard.tokens[:-1]).all() and heard.tokens.numel()
+    assert int(heard.tokens[-1]) < 18 * heard.unit and (heard.paid > 0).all()
+    assert 0 < float(heard.paid.sum()) < 1
+
+
+def test_what_is_heard_goes_to_the_same_tokens_of_other_units() -> None:
+    heard = Heard(Stage(0), 4, torch.tensor([4, 7, 12]), torch.tensor([[1.0, 2.0, 3.0]]))
+    assert heard.to(torch.tensor([1, 1, 3, 0]), torch.tensor([0, 3, 0, 0]), 4).tolist() == [[1, 2, 3, 0]]
+    # Units of half as many tokens: each stands where two stood.
+    assert heard.to(torch.tensor([1, 1, 3]), torch.tensor([0, 1, 0]), 2).tolist() == [[1, 0, 3]]
+    none = Heard(Stage(0), 4, torch.zeros(0, dtype=torch.long), torch.zeros(1, 0))
+    assert none.to(torch.tensor([1]), torch.tensor([0]), 4).tolist() == [[0]]
+
+
+@pytest.mark.parametrize("prune", PRUNERS)
+@pytest.mark.parametrize("kv", ["mosaic", "streammem", "no_cache", "offload"])
+def test_a_call_prunes_what_its_draft_reads(kv: str, prune: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = pair("random-qwen")
+    inputs = processor.chat(
+        [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}], fps=FPS
+    )
+    found, told = [], Listener._tell_when_ready
+    monkeypatch.setattr(Listener, "_tell_when_ready", lambda self: (told(self), kept.append(self))[0])
+    other = copy.deepcopy(model)
+    for draft in ("off", Sequential(model=other, window=3, prune={"name": prune, "retention": 0.25})):  # type: ignore[arg-type]
+        kept: list[Listener] = []
+        with mmaccel.accelerate(model, kv=TIGHT[kv], draft=draft) as fast:
+            found.append(model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False))
+            report = fast.report()
+    assert torch.equal(*found) and report.draft["proposed"] > 0 and report.draft["failed"] is None
+    assert kept and kept[-1].done
+    if prune == "attention":
+        assert float(kept[-1].attention.sum()) > 0 and kept[-1].attention.shape[2] == kept[-1].layout.length
+
+
+def test_what_does_not_act_is_told() -> None:
+    model = pair("random-qwen")[0]
+    with pytest.raises(RecipeError, match="reads the states of a whole prompt, and kv 'mosaic'"):
+        open_session("random-qwen", "mosaic", draft=Sequential(model=model, prune="uv"))  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="set compact to False"):
+        given: Any = {"name": "uniform", "compact": True}
+        open_session("random-qwen", "mosaic", draft=Sequential(model=model, prune=given))
+
+
+def test_a_pruner_of_the_target_and_one_of_its_draft() -> None:
+    model = pair("random-qwen")[0]
+    target = {"name": "fastv", "layer": 1, "retention": 0.3}
+    draft = Sequential(model=model, window=3, prune="attention")  # type: ignore[arg-type]
+    answer, counts = asked(TIGHT["mosaic"], draft, prune=target)
+    assert answer.ids == asked(TIGHT["mosaic"], "off", prune=target)[0].ids
+    assert 0 < counts["visual from layer 0"] < counts["visual"]

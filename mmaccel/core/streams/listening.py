@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.watching import Heard
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamState
@@ -26,16 +25,10 @@ class Around(Protocol):
 
 
 class Listening:
-    """Lays a `StreamListener` round the memory of each question, for a pruner whose cut is `stage`."""
+    """Lays a `StreamListener` round the memory of each question to a target of `depth` layers, for a draft's `pruner`."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage, self._made = stage, list[StreamListener]()
-
-    @classmethod
-    def to(cls, adapter: StreamModel) -> Listening | None:
-        """What listens to the questions of a model, for the draft of its recipe; None: that has no pruner."""
-        pruner = adapter.attention.recipe.draft.pruner
-        return None if pruner is None else cls(pruner.stages(adapter.view.geometry.layers)[0])
+    def __init__(self, pruner: TokenPruner, depth: int) -> None:
+        (self._stage,), self._made = pruner.stages(depth), list[StreamListener]()
 
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
@@ -89,7 +82,7 @@ class StreamListener(AroundMemory):
             return Heard(self._stage, unit, torch.zeros(0, dtype=torch.long), torch.zeros(len(groups), 0))
         home = next(iter(self._heard.values()))[0].device
         parts = {layer: (tokens.to(home), looks.to(home)) for layer, (tokens, looks) in self._heard.items()}
-        tokens = torch.unique(torch.cat([one for one, _ in parts.values()]))  # type: ignore[no-untyped-call]
+        tokens = torch.unique(torch.cat([one for one, _ in parts.values()]))
         out = torch.zeros(len(groups), len(tokens), device=home)
         for n, group in enumerate(groups):
             for layer in group:

@@ -68,7 +68,8 @@ class StreamRunner:
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
         self.beside = CarefulDraftStream()
-        self.around: Around | None = Listening.to(adapter)  # laid round the memory of a question
+        pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
+        self.around: Around | None = None if pruner is None else Listening(pruner, depth)
         self._warned = self._full = self._ingests = False
         self._pruned: dict[str, float] = {}
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
@@ -260,8 +261,7 @@ class StreamRunner:
                 "keeps less."
             )
         left = places.limit - 1 - last
-        # Memory is taken for no more than there are positions.
-        stream_pass = replace(stream_pass, room=min(room, left))
+        stream_pass = replace(stream_pass, room=min(room, left))  # none for what no position is left for
         deadline.check()
         evidence, shows = state.evidence, list(range(len(info.spans)))
         if isinstance(state, FrameState):

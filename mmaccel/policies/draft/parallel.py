@@ -70,8 +70,8 @@ class Parallel(PeerStrategy):
     most      the longest measured window
     prune     a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` leaves of it,
-              whichever is expected to be faster by the steps and the share kept that were measured; in a session it is always
-                what `prune` leaves
+              whichever is expected to be faster by the steps and the share kept that were measured; in a session always
+              what `prune` leaves of what it recalls
     kv        the memory of the draft's own stream, in a session; null: one like the target's
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second CUDA
               stream, except in a session

@@ -333,16 +333,13 @@ class ArchivedMemory(StreamMemory):
         return self._tokens_of(self._found[layer].entries, self._begin) if layer in self._found else None
 
     def _looked(self) -> dict[int, Look]:
-        if not self._found:
-            return {}
-        entries = torch.stack([one.entries for one in self._found.values()]).cpu()
+        entries = torch.stack([one.entries for one in self._found.values()]).cpu() if self._found else ()
         return {layer: (units, self._begin) for layer, units in zip(self._found, entries, strict=True)}
 
     def _units_of(self, layer: int, shares: Tensor) -> Tensor:
         found, begin = self._found[layer], self._begin
-        late = torch.arange(begin, self._count, device=shares.device)
-        entries, unit = torch.cat([found.entries, late]), self.stream.unit
-        few = shares.shape[1] - len(entries) * unit
+        late, unit = torch.arange(begin, self._count, device=shares.device), self.stream.unit
+        few = shares.shape[1] - len(entries := torch.cat([found.entries, late])) * unit
         own = shares[:, few:].view(len(shares), -1, unit).sum(2)
         out = shares.new_zeros(len(shares), self._count).index_add_(1, entries, own)
         if few:

@@ -15,14 +15,13 @@ from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Ended, Speculation, lockstep
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import PIXELS, columns
+from mmaccel.models.prompt_layout import PIXELS, columns, new_inputs
 from mmaccel.models.prompt_stream import PromptRunner, runner_of
 from mmaccel.models.sequences import (
     DraftTurn,
     allowed_to,
     filled,
     known,
-    new_inputs,
     split_batch,
     without_pads,
 )

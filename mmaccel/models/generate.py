@@ -163,11 +163,11 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     if streams:
         attachment.owner.forget()
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
-    held = cache is not None and cache.get_seq_length() > 0
+    held = 0 if cache is None else cache.get_seq_length()
     if chunk := attachment.asked("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
-    if not streams and isinstance(ids, Tensor) and not held:
-        attachment.promise(kwargs)
+    if not streams and isinstance(ids, Tensor) and ids.shape[1] > held:
+        attachment.promise(kwargs, held)
     try:
         rests = draft and not streams and _draft_rests(attachment, kwargs)
         if streams or (draft and not rests) or _captures(attachment, kwargs):

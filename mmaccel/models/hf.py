@@ -38,7 +38,7 @@ from mmaccel.models.attention import (
 )
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import by_parts, in_chunks, rotate_by
-from mmaccel.models.prompt_layout import by_name, positions_of
+from mmaccel.models.prompt_layout import by_name, new_inputs, positions_of
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.signals import hear
 
@@ -119,7 +119,7 @@ class Attachment(Attaching):
             cache = kwargs["past_key_values"] = self.cache()
         if ids is not None:
             past = cache.get_seq_length() if cache is not None else 0
-            layout = self._promised(ids) if past == 0 else None
+            layout = self._promised(ids, past)
             if layout is None:
                 layout = self.family.layout(self.model, kwargs)
             known = self.known(cache)
@@ -147,17 +147,18 @@ class Attachment(Attaching):
         given = getattr(kwargs.get("generation_config"), name, None)
         return given if given is not None else getattr(self.model.generation_config, name, None)
 
-    def promise(self, inputs: Mapping[str, Any]) -> None:
-        """Read the layout of a prompt that `generate` is about to run, while its grids are there."""
-        self.running.layout = inputs["input_ids"], self.family.layout(self.model, inputs)
+    def promise(self, inputs: Mapping[str, Any], past: int = 0) -> None:
+        """Read the layout of a prompt that `generate` is about to run after `past` columns, while its pixels are there."""
+        new = new_inputs(inputs, past) if past else inputs
+        self.running.layout = past, new["input_ids"], self.family.layout(self.model, new)
 
-    def _promised(self, ids: Tensor) -> TokenLayout | None:
-        """The layout read when `generate` was called, for each beam or sample, and with guesses behind it: by now the grids
-        may be gone."""
-        promised: tuple[Tensor, TokenLayout] | None = getattr(self.running, "layout", None)
-        if promised is None:
+    def _promised(self, ids: Tensor, past: int) -> TokenLayout | None:
+        """The layout read when `generate` was called, for each beam or sample, and with guesses behind it: by now pixels and
+        grids may be gone."""
+        promised: tuple[int, Tensor, TokenLayout] | None = getattr(self.running, "layout", None)
+        if promised is None or promised[0] != past:
             return None
-        prompt, layout = promised
+        _, prompt, layout = promised
         times, more = ids.shape[0] // layout.batch, ids.shape[1] - layout.length
         if more < 0 or ids.shape[0] % layout.batch:
             return None
@@ -187,10 +188,7 @@ class Attachment(Attaching):
         elif known is None or known.layout.batch != ids.shape[0] or ids.shape[1] <= past:
             return kwargs
         else:
-            new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-            for name in ("input_ids", "mm_token_type_ids"):
-                if isinstance(new.get(name), Tensor):
-                    new[name] = new[name][:, past:]
+            new = new_inputs(kwargs, past)
             positions = self._continued(known, past, self.family.layout(self.model, new), new)
             if self.family.mrope and kwargs.get("position_ids") is None:
                 # transformers goes on from the last prompt that it read, which may have been another.

@@ -105,6 +105,17 @@ def positions_of(config: Any) -> int | None:
     return max(most, int(before * (rope.get("factor") or 1)))
 
 
+def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
+    """Of the arguments of a call those of the columns after the first `past`, without a mask."""
+    length = kwargs["input_ids"].shape[1]
+    new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+    for name in ("input_ids", "mm_token_type_ids", "position_ids"):
+        value = new.get(name)
+        if isinstance(value, Tensor) and value.shape[-1] == length:
+            new[name] = value[..., past:]
+    return new
+
+
 def is_given(value: Any) -> bool:
     """Whether an input is there, and not an empty list."""
     return value is not None and (isinstance(value, Tensor) or bool(value))

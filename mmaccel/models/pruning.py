@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import ForwardPass
@@ -33,6 +33,8 @@ from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.signals import VisionProbe
 
 Go = Callable[[ForwardPass, dict[str, Any]], Any]
+
+LATER = "prune {name!r} left the images and videos of this turn whole: it acts on the first prompt of a cache"
 
 
 @dataclass(eq=False)
@@ -104,6 +106,9 @@ class Pruning:
             total = self.pruner.candidates(run.layout).numel()
             if not total:
                 tell_idle(self.pruner, run.config.meter)
+        elif run.prefill and self.pruner.candidates(run.layout.take(slice(run.start, None))).numel():
+            run.config.meter.note(sentence := LATER.format(name=self.pruner.name))
+            warn(f"{sentence}.")
         work = _Work(run, state, run.layout, total)
         if 0 in self.stages:
             out = go(*self._before(work, prompt, kwargs))

@@ -85,17 +85,6 @@ def why_not(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> st
     return None
 
 
-def new_inputs(kwargs: Mapping[str, Any], past: int) -> dict[str, Any]:
-    """Of the arguments of a call those of the columns after the first `past`."""
-    length = kwargs["input_ids"].shape[1]
-    new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-    for name in ("input_ids", "mm_token_type_ids", "position_ids"):
-        value = new.get(name)
-        if isinstance(value, Tensor) and value.shape[-1] == length:
-            new[name] = value[..., past:]
-    return new
-
-
 def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The inputs of each sequence of a batch by itself, its padding included; what tells of neither sequences nor
     pixels stays in each."""

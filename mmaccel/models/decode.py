@@ -22,7 +22,6 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
-from mmaccel.models.install import PromptHook
 from mmaccel.models.step import LayerStep, Rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -59,11 +58,7 @@ def admits(model: nn.Module, family: Any, cache: Any) -> bool:
     return (
         type(head) is nn.Linear
         and len({p.device for end in ends for p in end.parameters()}) == 1
-        and all(
-            isinstance(hook, PromptHook)
-            for module in inner
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
+        and not step.hooked(inner)
     )
 
 

@@ -20,6 +20,7 @@ from mmaccel.core.adapter import home_of
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import CacheSlot, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.models.install import PromptHook
 from mmaccel.models.modules import normed
 
 DEVICES = ("cuda",)
@@ -160,8 +161,8 @@ class ModuleFingerprint:
         return self._look(modules)[1] == self._mark
 
     def hooked(self) -> bool:
-        """Whether a hook of a forward pass is on any of them."""
-        return any(map(any, map(_HOOKS, self._all)))
+        """Whether a hook of a forward pass acts on any of them."""
+        return hooked(self._all)
 
     def _look(self, roots: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
         """The roots, their children, classes and weights; and the identity of each, and where the weights lie."""
@@ -171,8 +172,21 @@ class ModuleFingerprint:
         return held, [*map(id, held), *map(Tensor.data_ptr, tensors)]
 
 
+def hooked(modules: Iterable[nn.Module]) -> bool:
+    """Whether a forward hook on any of `modules` has to run in a step. Ours for prompts need not (`PromptHook`), nor those
+    that transformers installs when `output_attentions` or `output_hidden_states` is first asked for, and never removes: a
+    step asks for neither."""
+    return any(
+        not isinstance(hook, PromptHook) and getattr(hook, "__module__", "") != _OUTPUT_HOOKS
+        for tables in filter(any, map(_HOOKS, modules))
+        for table in tables
+        for hook in table.values()
+    )
+
+
 _TABLES: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_modules", "_parameters")
 _HOOKS: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
+_OUTPUT_HOOKS = "transformers.utils.output_capturing"
 
 
 class StreamSteps:

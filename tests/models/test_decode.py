@@ -294,6 +294,10 @@ def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     handle = layer.mlp.register_forward_hook(lambda *_: None)
     assert not captured(adapter.runner(model))
     handle.remove()
+    # transformers leaves hooks that listen only while a call asks for states or attention.
+    with torch.no_grad():
+        model(**prompt(family[0], PROMPTS["text"]), output_attentions=True, output_hidden_states=True)
+    assert layer._forward_hooks and captured(adapter.runner(model))
     own = layer.mlp.up_proj
     layer.mlp.up_proj = torch.nn.Sequential(own)
     assert not captured(adapter.runner(model))

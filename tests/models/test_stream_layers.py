@@ -135,6 +135,23 @@ def test_captures_do_not_outlive_what_they_read(monkeypatch: pytest.MonkeyPatch)
         assert all(few._replays._rooms[name] is not room for name, room in rooms.items())
 
 
+def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers installs hooks at such a call and leaves them: they act only where a call asks again."""
+    model, processor = copy.deepcopy(pair("random-ov")[0]), pair("random-ov")[1]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4, 5]]), output_attentions=True)
+    assert any(layer._forward_hooks for layer in model.model.language_model.layers)
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    passes, by_hand = [], step.StreamSteps.run
+    monkeypatch.setattr(step.StreamSteps, "run", lambda *given: passes.append(1) or by_hand(*given))
+    with mmaccel.VideoSession(model, processor, None, kv=KV["rekv"]) as session:
+        session.watch(film(25), fps=FPS)
+        session.ask(QUESTION, 2)
+    assert passes
+
+
 def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError

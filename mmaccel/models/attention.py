@@ -28,7 +28,7 @@ from mmaccel.core.adapter import Columns as Columns
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVState
-from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.recipe import Recipe
 
 ATTENTION = "mmaccel"
@@ -51,27 +51,28 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function; the `ForwardPass` takes the place of the mask. Gives weights on request.
+    """The registered attention function; the pass comes as the keyword `PASS`. Gives weights on request.
 
-    A call with any other mask comes from a thread that uses the model while another one runs a pass of a stream: it gets the
+    A call without one comes from a thread that uses the model while another one runs a pass of a stream: it gets the
     attention that the model's config names.
     """
-    if not isinstance(attention_mask, ForwardPass | PackedPass):
+    run: ForwardPass | PackedPass | None = kwargs.pop(PASS, None)
+    if run is None:
         return _plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    gives = kwargs.get("output_attentions") and not getattr(attention_mask, "stream", False)
+    gives = kwargs.get("output_attentions") and not getattr(run, "stream", False)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
     asks = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    if torch.compiler.is_compiling() and attention_mask.ticket is not None and not gives and not asks:
-        return layer_attend(attention_mask.ticket, layer, query, key, value, scale), None
+    if torch.compiler.is_compiling() and run.ticket is not None and not gives and not asks:
+        return layer_attend(run.ticket, layer, query, key, value, scale), None
     # Whoever plans and attends chooses the types: under autocast they come mixed, and are not to be changed on the way.
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         if asks:
-            out = OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
+            out = OneWay.apply(run, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
-            out = attention_mask.attend(layer, query, key, value, scale)
-        weights = weights_of(attention_mask, layer, query, key, value, scale) if gives else None
+            out = run.attend(layer, query, key, value, scale)
+        weights = weights_of(run, layer, query, key, value, scale) if gives else None
     return out.transpose(1, 2).contiguous(), weights
 
 

@@ -25,7 +25,7 @@ from mmaccel.core.attach import Accelerated
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.attention import NOTE, ForwardPass, Note
+from mmaccel.core.prefill.attention import NOTE, PASS, ForwardPass, Note
 from mmaccel.models.attention import (
     ATTENTION,
     Columns,
@@ -326,7 +326,7 @@ class Attachment(Attaching):
     def _pass(self, run: ForwardPass | PackedPass, kwargs: dict[str, Any]) -> Any:
         fed = self._fed(run, kwargs)
         try:
-            return self.forward(attention_mask={"full_attention": run, "sliding_attention": run}, **kwargs)
+            return self.forward(**{PASS: run}, **kwargs)
         finally:
             self._left(fed)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.prefill.prune import (
     Kept,
     Signals,
@@ -62,7 +62,7 @@ class Entering(PromptHook):
     enter: Callable[..., Any]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = kwargs.get("attention_mask")
+        run = kwargs.get(PASS)
         if not isinstance(run, ForwardPass) or run.pruning is None:
             return None
         return self.enter(self.index, module, args, kwargs, run.pruning)
@@ -213,7 +213,7 @@ class Pruning:
             angles = self.family.rotary(self.model)(angles[0], flat)
         # The work travels on in the run, so that the next cut finds it.
         work.given = {
-            "attention_mask": replace(run, pruning=work),
+            PASS: replace(run, pruning=work),
             "position_embeddings": angles,
             "position_ids": kwargs.get("position_ids"),
         }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.prefill.prune import (
     PrefillPass,
     Probe,
@@ -50,7 +50,7 @@ class Ear(PromptHook):
     index: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *out: Any) -> None:
-        run = kwargs.get("attention_mask")
+        run = kwargs.get(PASS)
         if not isinstance(run, ForwardPass) or not run.probes:
             return
         hidden = out[0] if out else args[0] if args else kwargs["hidden_states"]

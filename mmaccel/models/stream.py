@@ -24,7 +24,7 @@ from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import StreamState
-from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
+from mmaccel.core.prefill.attention import PASS, AttentionConfig, ForwardPass
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
@@ -144,9 +144,10 @@ class StreamPasses:
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=places,
-                attention_mask={"full_attention": run, "sliding_attention": run},
+                attention_mask=embeds.new_empty(1, 1, 1, 1),  # of four axes: transformers makes none of its own
                 past_key_values=cache,
                 use_cache=True,
+                **{PASS: run},
             )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 

@@ -137,8 +137,8 @@ def test_what_a_hook_hands_over() -> None:
     assert [call.kwargs["non_blocking"] for call in to.call_args_list] == [True, False]
     road: Any = None
     run = ForwardPass(road, layout=TokenLayout.text(1, 4, "cpu"))
-    _, there = one(torch.nn.Identity(), (moved,), {"attention_mask": run})
-    assert there["attention_mask"].layout.device == meta and not there["attention_mask"].layout.padded
+    _, there = one(torch.nn.Identity(), (moved,), {"mmaccel_pass": run})
+    assert there["mmaccel_pass"].layout.device == meta and not there["mmaccel_pass"].layout.padded
 
 
 def test_a_shape_is_made_where_its_layers_lie() -> None:

@@ -114,6 +114,9 @@ class Note:
 NOTE = "mmaccel_note"
 """The keyword under which a `Note` travels; no state is kept between the two calls."""
 
+PASS = "mmaccel_pass"
+"""The keyword under which a pass travels from the text model through its layers to their attention."""
+
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass(PrefillPass):

@@ -144,7 +144,9 @@ class StreamPasses:
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=places,
-                attention_mask=embeds.new_empty(1, 1, 1, 1),  # of four axes: transformers makes none of its own
+                attention_mask=embeds.new_empty(
+                    1, 1, 1, 1
+                ),  # of four axes: transformers makes none of its own
                 past_key_values=cache,
                 use_cache=True,
                 **{PASS: run},

@@ -111,11 +111,8 @@ class Note:
     probes: tuple[Probe, ...] = ()
 
 
-NOTE = "mmaccel_note"
-"""The keyword under which a `Note` travels; no state is kept between the two calls."""
-
-PASS = "mmaccel_pass"
-"""The keyword under which a pass travels from the text model through its layers to their attention."""
+NOTE, PASS = "mmaccel_note", "mmaccel_pass"
+"""The keywords under which a `Note` travels to the text model, and a pass from there to each layer's attention."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, TokenLayout
 
 
@@ -124,6 +124,8 @@ class ModelAdapter(ABC):
 
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
+    unable: ClassVar[Mapping[str, str]] = {}
+    """What its models cannot do, and why: of "streams", "pruning" and "drafts" those that they lack."""
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:
@@ -183,7 +185,8 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
-        """[B, H, n, D] queries of `layer` for rows [B, n, E] of `norm`, before rotation; linear but for a constant."""
+        """[B, H, n, D] queries of `layer` for rows [B, n, E] of `norm`, before rotation; linear but for a constant, and
+        for a norm of queries."""
 
     @abstractmethod
     def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -208,6 +211,30 @@ class ModelAdapter(ABC):
     @abstractmethod
     def load(self, path: str, like: nn.Module) -> nn.Module:
         """The model saved in folder `path`, in the dtype and on the device of `like`; its outline if that is one."""
+
+    def check(self, model: nn.Module, recipe: Any) -> None:
+        """Raise `RecipeError` for what of a recipe the model cannot do (`unable`, `first_cut`)."""
+        who, prune = f"models of the family {self.name!r}", recipe.prune
+        asked = {
+            "streams": ("kv", not recipe.kv.sequences),
+            "pruning": ("prune", prune is not None),
+            "drafts": ("draft", recipe.draft.active),
+        }
+        for what, why in self.unable.items():
+            kind, wanted = asked[what]
+            if wanted:
+                raise RecipeError(f"{kind} {getattr(recipe, kind).name!r}: {who} {why}; leave {kind} out.")
+        layers = [] if prune is None else [one.layer for one in prune.stages(self.geometry(model).layers)]
+        first = self.first_cut(model)
+        if layers and 0 < layers[0] < first:
+            raise RecipeError(
+                f"prune {prune.name!r} cuts before layer {layers[0]}, and {who} add features to all visual tokens before "
+                f"layer {first}; cut there or later."
+            )
+
+    def first_cut(self, model: nn.Module) -> int:
+        """The first layer before which a prompt may be pruned between two layers."""
+        return 1
 
     def placeholders(self, model: nn.Module) -> tuple[int, ...]:
         """Tokens of the prompt in whose places visual features are put."""

@@ -351,11 +351,11 @@ def fitted(recipe: Recipe, view: ModelView) -> Recipe:
 
 
 def _bound(recipe: Recipe, view: ModelView) -> Recipe:
-    """A recipe whose pattern and pruners serve a model; raises `RecipeError` for one that cannot, or for layers it lacks."""
+    """A recipe whose parts serve a model; raises `RecipeError` for one that cannot, or for layers it lacks."""
     bound, depth = recipe.sparse.bind(view), view.geometry.layers
-    for pruner in (recipe.prune, recipe.draft.pruner):
-        if pruner is not None:
-            checked_stages(pruner, depth)
+    for pruner in filter(None, (recipe.prune, recipe.draft.pruner)):
+        checked_stages(pruner, depth)
+    view.adapter.check(view.model, recipe)
     wrong = [n for n in recipe.dense_layers if n >= depth]
     if wrong:
         raise RecipeError(

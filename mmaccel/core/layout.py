@@ -25,7 +25,7 @@ class TokenLayout:
     All tensors are integer, shape [B, S], on one device; -1 stands for "none".
 
     modality   TEXT, IMAGE or VIDEO
-    segment    number of the contiguous run of one text, image or video the token lies in
+    segment    number of the text, image or video the token lies in; a video has what stands between its frames
     frame      number of the frame, counted through the whole sequence; -1 outside frames (text, row-end marks)
     row, column  cell of the token in its frame's grid
     position   rank of the token among the valid tokens of its sequence; causality is measured in it

@@ -23,9 +23,18 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, Pace, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import registry
+from mmaccel.models import deepstack
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import normed, rotated
-from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, ProcessorStyle, cells, is_given, question_mask
+from mmaccel.models.prompt_layout import (
+    PIXELS,
+    Grid,
+    Inputs,
+    ProcessorStyle,
+    cells,
+    is_given,
+    question_mask,
+)
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 SAMPLED = 1024
@@ -51,6 +60,7 @@ class Family(ModelFamily):
     plain_rotary            rotary modules whose angles are ``position * inv_freq``, where `rope_type` is "default"
     rotate_function         what the attention modules call to rotate queries and keys
     vision_rotate_function  the same of a tower that `windowed` gives
+    tiny                    model type -> settings of the configuration of a tiny model (`tiny.py`)
     """
 
     mrope: ClassVar[bool] = False
@@ -64,6 +74,7 @@ class Family(ModelFamily):
     plain_rotary: ClassVar[frozenset[str]] = frozenset()
     rotate_function: ClassVar[str] = "apply_rotary_pos_emb"
     vision_rotate_function: ClassVar[str] = "apply_rotary_pos_emb_vision"
+    tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
         from mmaccel.models.generate import DraftTimes, generate
@@ -90,6 +101,7 @@ class Family(ModelFamily):
         return HFStreamAdapter(unwrapped(model), self, processor)
 
     def reader(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+        from mmaccel.models.causal import causal
         from mmaccel.models.loading import load_reader
 
         found = load_reader(model, like) if isinstance(model, str) else model
@@ -170,6 +182,10 @@ class Family(ModelFamily):
     def layers(self, model: nn.Module) -> nn.ModuleList:
         return self.text(model).layers  # type: ignore[return-value]
 
+    def attentions(self, model: nn.Module) -> list[nn.Module]:
+        """The attention modules of the decoder layers that have one."""
+        return [layer.self_attn for layer in self.layers(model) if hasattr(layer, "self_attn")]  # type: ignore[misc]
+
     def rotary(self, model: nn.Module) -> nn.Module:
         """The rotary embedding module of the language model."""
         return self.text(model).rotary_emb  # type: ignore[return-value]
@@ -216,6 +232,19 @@ class Family(ModelFamily):
         config: Any = model.config
         return config.image_token_id, config.video_token_id
 
+    def kinds(self, config: Any, ids: Tensor) -> Tensor:
+        """[B, S]: what each placeholder among `ids` [B, S] stands for, IMAGE or VIDEO; TEXT for all else."""
+        kinds = torch.zeros_like(ids)
+        kinds[ids == config.image_token_id] = IMAGE
+        kinds[ids == config.video_token_id] = VIDEO
+        return kinds
+
+    def piece(
+        self, config: Any, kind: int, units: int, generator: torch.Generator
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        """Tokens and random pixels of a small image, or of a video of so many units, for a model of `config`."""
+        raise self._lacks("what a small prompt of it is made of")
+
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
         # A family that names no facts of its own may have those of others.
         known = registry("model").values() if self.facts else ()
@@ -233,17 +262,17 @@ class Family(ModelFamily):
         if odd:
             raise ModelError(f"inputs: {odd[0]}; build them with the model's own processor.")
         ids: Tensor = inputs["input_ids"]
-        config: Any = model.config
-        modality = torch.zeros_like(ids)
-        for kind in self.shown(inputs):
-            modality[ids == (config.image_token_id if kind == IMAGE else config.video_token_id)] = kind
+        modality, shown = self.kinds(model.config, ids), self.shown(inputs)
+        for kind in PIXELS.keys() - shown:
+            modality[modality == kind] = TEXT
         mask = inputs.get("attention_mask")
         valid = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if not bool((modality != TEXT).any()):
             return TokenLayout.build(modality, valid=valid)
         images, videos = self.grids(model, inputs)
         fields = cells(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
-        return TokenLayout.build(modality, valid=valid, asked=question_mask(model, ids, modality), **fields)
+        asked = question_mask(model, ids, modality, fields["segment"])
+        return TokenLayout.build(modality, valid=valid, asked=asked, **fields)
 
     def positions(self, model: nn.Module, inputs: Inputs) -> Tensor:
         ids: Tensor = inputs["input_ids"]
@@ -268,7 +297,11 @@ class Family(ModelFamily):
         return tuple(inputs["pixel_values_videos"].shape[-2:])  # type: ignore[return-value]
 
     def embed(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        caught: list[Tensor] = []
+        return self.entering(model, inputs)["inputs_embeds"]  # type: ignore[no-any-return]
+
+    def entering(self, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+        """The arguments of the language model's forward that hold a prompt: its embeddings, and what layers add to them."""
+        caught: list[dict[str, Any]] = []
         thread = threading.get_ident()
 
         class Stop(Exception):
@@ -276,7 +309,9 @@ class Family(ModelFamily):
 
         def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if threading.get_ident() == thread:
-                caught.append(kwargs["inputs_embeds"])
+                caught.append(
+                    {name: kwargs[name] for name in deepstack.ENTERING if kwargs.get(name) is not None}
+                )
                 raise Stop
 
         with Hooks() as hooks, suppress(Stop):
@@ -315,10 +350,18 @@ class Family(ModelFamily):
         return normed(block.input_layernorm, hidden, self)
 
     def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
-        block: Any = self.layers(model)[layer]
-        out = block.self_attn.q_proj(rows)
-        shape = self.geometry(model)
-        return out.view(*out.shape[:2], shape.heads, shape.head_dim).transpose(1, 2)
+        return self._heads(model, layer, rows, "q")
+
+    def key(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
+        """[B, G, n, D] keys of `layer` for rows [B, n, E] of `norm`, before rotation."""
+        return self._heads(model, layer, rows, "k")
+
+    def _heads(self, model: nn.Module, layer: int, rows: Tensor, which: str) -> Tensor:
+        own: Any = self.layers(model)[layer].self_attn
+        out = getattr(own, f"{which}_proj")(rows)
+        out = out.view(*out.shape[:2], -1, self.geometry(model).head_dim)
+        norm = getattr(own, f"{which}_norm", None)
+        return (out if norm is None else norm(out)).transpose(1, 2)
 
     def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rotary: Any = self.rotary(model)
@@ -340,49 +383,6 @@ class Family(ModelFamily):
             layer_ops.rotate_(x, *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.apply_rope(x, angles))
-
-
-class Causal(Family):
-    """``AutoModelForCausalLM`` of any kind whose cache can be cut back to an earlier token."""
-
-    name = "text"
-    model_types = ()
-    decoder_layers = frozenset({"Qwen2DecoderLayer", "Qwen2_5_VLDecoderLayer"})
-
-    def geometry(self, model: nn.Module) -> Geometry:
-        return self.whole_geometry(model)
-
-    def multimodal(self, model: nn.Module) -> nn.Module:
-        return model.base_model  # type: ignore[return-value]
-
-    text = multimodal
-
-    def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
-        return TokenLayout.text(*inputs["input_ids"].shape)
-
-    def embed(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        return self.words(model)(inputs["input_ids"])  # type: ignore[no-any-return]
-
-
-def causal(model: nn.Module) -> Causal | None:
-    """The adapter of a causal language model, or of the outline of one; None for any other model.
-
-    Raises `ModelError` for one that keeps a running state instead of a cache.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
-
-    config: Any = getattr(model, "config", None)
-    if not isinstance(config, PretrainedConfig) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not isinstance(model, ConfigOnlyModel | kind):
-        return None
-    if getattr(kind, "_is_stateful", False):
-        raise ModelError(
-            f"model type {config.model_type!r} keeps a running state and cannot roll back; give a language model with "
-            "attention alone."
-        )
-    return Causal()
 
 
 def _rows_of(module: Any, name: str) -> int | None:

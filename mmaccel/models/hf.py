@@ -38,7 +38,7 @@ from mmaccel.models.attention import (
 )
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import by_parts, in_chunks, rotate_by
-from mmaccel.models.prompt_layout import by_name, new_inputs, positions_of
+from mmaccel.models.prompt_layout import by_name, new_inputs, of_columns, positions_of
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.signals import hear
 
@@ -89,7 +89,7 @@ class Attachment(Attaching):
         if recipe.draft.pruner is not None:
             hear(hooks, family.layers(model), recipe.draft.pruner)
         in_chunks(hooks, family.pointwise(model), family)
-        rotate_by(hooks, (layer.self_attn for layer in family.layers(model)), family.rotate_function)  # type: ignore[misc]
+        rotate_by(hooks, family.attentions(model), family.rotate_function)
         self.forward = self.text.forward
         hooks.wrap(self.text, "forward", self._call, self._text_forward)
         hooks.callback(self.owner.left)
@@ -370,11 +370,7 @@ class Attachment(Attaching):
     ) -> tuple[ForwardPass, dict[str, Any]]:
         """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `Ended` where the time is up."""
         self.time_left()
-        part = dict(kwargs)
-        for name, axis in (("inputs_embeds", 1), ("input_ids", 1), ("position_ids", -1)):
-            if part.get(name) is not None:
-                part[name] = part[name].narrow(axis, begin, end - begin)
-        return run.part(begin, end), part
+        return run.part(begin, end), of_columns(kwargs, slice(begin, end))
 
     def time_left(self) -> float | None:
         """Seconds left of the `generate` of this thread, None without a limit; raises `Ended` when they are used up."""

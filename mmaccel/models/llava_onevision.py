@@ -17,6 +17,7 @@ from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Features
 from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received
+from mmaccel.models.tiny import IMG, TEXT, VID
 
 
 def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:
@@ -157,6 +158,44 @@ class LlavaOnevision(Family):
     rms_norms = frozenset({"Qwen2RMSNorm"})
     gated_mlps = frozenset({"Qwen2MLP"})
     plain_rotary = frozenset({"Qwen2RotaryEmbedding"})
+
+    tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "llava_onevision": {
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 7,
+                "vision_use_head": False,
+            },
+            "image_token_id": IMG,
+            "video_token_id": VID,
+            "vision_feature_layer": -1,
+            "image_grid_pinpoints": [[28, 28], [28, 56], [56, 28]],
+        }
+    }
+
+    def piece(
+        self, config: Any, kind: int, units: int, generator: torch.Generator
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        vision = config.vision_config
+        size, side = vision.image_size, vision.image_size // vision.patch_size
+        if kind == VIDEO:
+            pixels = torch.randn(units, 3, size, size, generator=generator)
+            each = math.ceil(side / 2) ** 2
+            return [config.video_token_id] * (units * each + 1), {PIXELS[VIDEO]: pixels[None]}
+        # Twice as wide as high: a base view, then two tiles with a newline a row.
+        pixels = torch.randn(3, 3, size, size, generator=generator)
+        made = {
+            PIXELS[IMAGE]: pixels[None],
+            "image_sizes": torch.tensor([[size, 2 * size]]),
+            "batch_num_images": torch.tensor([1]),
+        }
+        return [config.image_token_id] * (side * side + side * (2 * side + 1)), made
 
     def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
         config: Any = model.config

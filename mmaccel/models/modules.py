@@ -43,6 +43,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmaccel.backends.ops import layer_ops
 from mmaccel.core.layout import IMAGE, VIDEO
+from mmaccel.models import deepstack
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.prompt_layout import by_name
 
@@ -223,16 +224,15 @@ def _joined(
     family: Any, model: nn.Module, kind: int, whole: Callable[..., Any], pixels: str, given: Mapping[str, Any]
 ) -> Any:
     """What `whole` gives of all that is `given`, from what it gives of parts of the argument `pixels`."""
-    made: list[type] = []
+    made: list[Any] = []
 
     def features(part: Tensor, **changed: Any) -> Any:
-        out = whole(**{**given, pixels: part, **changed, "return_dict": True})
-        made.append(type(out))
-        return out.pooler_output
+        made[:] = [whole(**{**given, pixels: part, **changed, "return_dict": True})]
+        return deepstack.beside(made[0])
 
     others = {name: x for name, x in given.items() if name != pixels}
     joined = family.encoded(model, kind, given[pixels], others, PATCHES, features)
-    return made[0](pooler_output=joined)
+    return type(made[0])(**deepstack.apart(joined, made[0]))
 
 
 def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
+from mmaccel.models import deepstack
 
 HEAD = 3
 """Most tokens of markup at the start of a message: its start token, the role, a line break."""
@@ -28,6 +29,7 @@ HEAD = 3
 class Grid:
     """The tokens of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame.
 
+    apart  whether text stands between the frames, such as the time of each
     tiles  the rows and columns of what finer tiles of an image make together; they are the marks, with one more at each
            row's end, which has no cell. None: no mark has
     """
@@ -37,6 +39,7 @@ class Grid:
     columns: int
     marks: int = 0
     tiles: tuple[int, int] | None = None
+    apart: bool = False
 
     @property
     def tokens(self) -> int:
@@ -122,7 +125,8 @@ def is_given(value: Any) -> bool:
 
 
 def cells(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Tensor]:
-    """Segments, frames, rows and columns of the tokens of `modality` [B, S]; each -1 where there is none.
+    """Segments, frames, rows and columns of the tokens of `modality` [B, S]; each -1 where there is none. Text between the
+    frames of a video is of its segment.
 
     queue  the images and the videos, each in order of appearance over the batch
     """
@@ -135,14 +139,16 @@ def cells(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Te
                 stop = next((n for n in range(begin, len(kinds)) if kinds[n] != TEXT), len(kinds))
             else:
                 grid = next(queue[kind], None)
-                if grid is None or kinds[begin : begin + grid.tokens].count(kind) != grid.tokens:
+                at = None if grid is None else _columns_of(grid, kind, kinds, begin)
+                if grid is None or at is None:
                     raise ModelError(
                         f"input_ids has {'image' if kind == IMAGE else 'video'} placeholders that do not match the pixels "
                         "given; build the inputs with the model's processor."
                     )
-                stop = begin + grid.tokens
-                inside, marks = slice(begin, stop - grid.marks), slice(stop - grid.marks, stop)
-                place = torch.arange(grid.tokens - grid.marks, device=modality.device)
+                stop = at[-1].stop
+                columns = torch.cat([torch.arange(one.start, one.stop) for one in at]).to(modality.device)
+                inside, marks = columns.split([grid.tokens - grid.marks, grid.marks])
+                place = torch.arange(len(inside), device=modality.device)
                 fields["frame"][b, inside] = frame + place // (grid.rows * grid.columns)
                 fields["row"][b, inside] = place // grid.columns % grid.rows
                 fields["column"][b, inside] = place % grid.columns
@@ -161,6 +167,29 @@ def cells(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Te
                 "build the inputs with the model's processor."
             )
     return fields
+
+
+def _columns_of(grid: Grid, kind: int, kinds: list[int], begin: int) -> list[range] | None:
+    """The runs of columns of the tokens of `grid`, the first at `begin`; None where `kinds` has others there."""
+    runs = [grid.rows * grid.columns] * grid.frames if grid.apart else [grid.tokens]
+    found: list[range] = []
+    for size in runs:
+        while found and begin < len(kinds) and kinds[begin] == TEXT:
+            begin += 1
+        if kinds[begin : begin + size].count(kind) != size:
+            return None
+        found.append(range(begin, begin + size))
+        begin += size
+    return found
+
+
+def of_columns(kwargs: Mapping[str, Any], columns: slice | Tensor) -> dict[str, Any]:
+    """The arguments of a text model's forward for some of its new `columns` alone: a slice, or numbers [n]."""
+    part = dict(kwargs)
+    for name in ("inputs_embeds", "input_ids", "position_ids"):
+        if part.get(name) is not None:
+            part[name] = part[name][..., columns, :] if name == "inputs_embeds" else part[name][..., columns]
+    return part if part.get(deepstack.WHERE) is None else {**part, **deepstack.of_columns(part, columns)}
 
 
 def question_columns(
@@ -232,9 +261,11 @@ def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
     return ends, {n for name in names for n in token_ids(getattr(config, name, None))}
 
 
-def question_mask(model: nn.Module, ids: Tensor, modality: Tensor) -> Tensor:
-    """[B, S] bool, for prompts `ids` [B, S] of tokens of `modality` [B, S]: see `TokenLayout.asked`."""
+def question_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tensor) -> Tensor:
+    """[B, S] bool, for prompts `ids` [B, S] of tokens of `modality` and `segment` [B, S]: see `TokenLayout.asked`."""
     ends, marks = markup_ids(model)
+    # What stands between the frames of a video is no word of a question.
+    modality = torch.zeros_like(modality).scatter_reduce(1, segment, modality, "amax").gather(1, segment)
     found = torch.zeros_like(modality, dtype=torch.bool)
     for row, kinds, out in zip(ids, modality, found, strict=True):
         text, visual = (kinds == TEXT).nonzero()[:, 0], (kinds != TEXT).nonzero()[:, 0]

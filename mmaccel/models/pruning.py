@@ -30,6 +30,7 @@ from mmaccel.core.prefill.prune import (
 )
 from mmaccel.core.prefill.recalled import tell_idle
 from mmaccel.models.install import Hooks, PromptHook
+from mmaccel.models.prompt_layout import of_columns
 from mmaccel.models.signals import VisionProbe
 
 Go = Callable[[ForwardPass, dict[str, Any]], Any]
@@ -135,9 +136,9 @@ class Pruning:
             if self.vision is not None:
                 signals.update(self.vision.take(run.layout))
             kept = self._cut(work, self.stages[0], signals, embeds[0])
+            if kept is not None:
+                kwargs = of_columns(kwargs, kept.columns)
             kwargs["inputs_embeds"] = embeds if kept is None else self._left(embeds, kept)
-            if kept is not None and kwargs.get("position_ids") is not None:
-                kwargs["position_ids"] = kwargs["position_ids"][..., kept.columns]
         if state.kept[0] is None:
             return run, kwargs
         run, old = self._thin(run, state, 0), kwargs.get("position_ids")
@@ -156,7 +157,7 @@ class Pruning:
         def catch(reader: Stage | None) -> None:
             if reader is not None and any(index in group for group in reader.attention):
                 angles, rows = kwargs["position_embeddings"], observers(work.layout)
-                work.attention[index] = self._peek(module, hidden, angles, rows)
+                work.attention[index] = self._peek(index, module, hidden, angles, rows)
 
         if work.total:
             if any(index in other.hidden for other in self.stages.values()):
@@ -169,18 +170,19 @@ class Pruning:
             kwargs = self._go_on(index, kwargs, work)
         return (hidden, *args[1:]), kwargs
 
-    def _peek(self, layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], at: Tensor) -> Tensor:
-        """[n, S]: the attention that rows `at` [n] of `hidden` [1, S, E] will pay in decoder `layer`, a mean over heads.
+    def _peek(
+        self, index: int, layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], at: Tensor
+    ) -> Tensor:
+        """[n, S]: the attention that rows `at` [n] of `hidden` [1, S, E] will pay in `layer`, a mean over heads.
 
         angles  cosines and sines [1, S, D] of all columns
         """
-        x, attention, shape = layer.input_layernorm(hidden), layer.self_attn, self.family.geometry(self.model)
+        x, family = layer.input_layernorm(hidden), self.family
         cos, sin = (angle[:, None] for angle in angles)
-        key = attention.k_proj(x).unflatten(-1, (shape.kv_heads, -1)).transpose(1, 2)
-        query = attention.q_proj(x[:, at]).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
-        key = self.family.apply_rope(key, (cos, sin))
-        query = self.family.apply_rope(query, (cos[:, :, at], sin[:, :, at]))
-        return paid(query[0], key[0], at, shape.head_dim**-0.5)
+        key = family.apply_rope(family.key(self.model, index, x), (cos, sin))
+        query = family.query(self.model, index, x[:, at])
+        query = family.apply_rope(query, (cos[:, :, at], sin[:, :, at]))
+        return paid(query[0], key[0], at, query.shape[-1] ** -0.5)
 
     def _between(
         self, index: int, stage: Stage, hidden: Tensor, kwargs: dict[str, Any], work: _Work

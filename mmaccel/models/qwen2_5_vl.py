@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: M-RoPE, one grid a video, no marks between frames."""
+"""Qwen2-VL and Qwen2.5-VL: M-RoPE, one grid a video, no marks between frames."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO, Pace
 from mmaccel.core.registry import register
+from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
 from mmaccel.models.modules import rotated
 from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, Made, ProcessorStyle
@@ -81,6 +82,8 @@ class Tower(VisionTower):
 
     def _order(self, grid: Tensor) -> Tensor:
         """Where each merged token, in the order of windows, stands in the order of reading."""
+        if not hasattr(self.visual, "window_size"):
+            return torch.arange(int(grid.prod(1).sum()) // self.visual.spatial_merge_size**2)
         if hasattr(self.visual, "get_window_index"):
             return self.visual.get_window_index(grid)[0]  # type: ignore[no-any-return]
         from transformers.vision_utils import get_vision_window_index
@@ -91,9 +94,10 @@ class Tower(VisionTower):
 
 @register("model", "qwen2_5_vl")
 class Qwen25VL(Family):
-    """``Qwen2_5_VLForConditionalGeneration``; positions come from the installed model's own `get_rope_index`."""
+    """``Qwen2VLForConditionalGeneration`` and ``Qwen2_5_VLForConditionalGeneration``; positions come from the installed
+    model's own `get_rope_index`."""
 
-    model_types = ("qwen2_5_vl",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl", "qwen2_vl")
     mrope = True
     facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
     needed: ClassVar[Mapping[str, str]] = {
@@ -104,10 +108,48 @@ class Qwen25VL(Family):
         "qwen2_vl": ProcessorStyle(processor="Qwen2VLProcessor", **_PROCESSOR),
         "qwen2_5_vl": ProcessorStyle(processor="Qwen2_5_VLProcessor", seconds=True, **_PROCESSOR),
     }
-    vision_tower = Tower
-    decoder_layers = frozenset({"Qwen2_5_VLDecoderLayer"})
-    rms_norms = frozenset({"Qwen2_5_VLRMSNorm", "Qwen2RMSNorm"})
+    vision_tower: ClassVar[Any] = Tower
+    tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "qwen2_vl": {
+            "text_config": {**tiny.TEXT, "rope_parameters": tiny.MROPE},
+            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+            **tiny.ASIDE,
+        },
+        "qwen2_5_vl": {
+            "text_config": {**tiny.TEXT, "rope_parameters": tiny.MROPE},
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+                "out_hidden_size": 64,
+            },
+            **tiny.ASIDE,
+        },
+    }
+    decoder_layers = frozenset({"Qwen2_5_VLDecoderLayer", "Qwen2VLDecoderLayer"})
+    rms_norms = frozenset({"Qwen2_5_VLRMSNorm", "Qwen2RMSNorm", "Qwen2VLRMSNorm"})
     gated_mlps = frozenset({"Qwen2MLP", "Qwen2_5_VLMLP"})
+
+    def piece(
+        self, config: Any, kind: int, units: int, generator: torch.Generator
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        vision = config.vision_config
+        grid = [units, 4, 6] if kind == VIDEO else [1, 4, 4]
+        row = 3 * vision.temporal_patch_size * vision.patch_size**2
+        pixels = torch.randn(math.prod(grid), row, generator=generator)
+        token = config.video_token_id if kind == VIDEO else config.image_token_id
+        tokens = [token] * (grid[1] * grid[2] // vision.spatial_merge_size**2)
+        return self.spoken(config, tokens, grid[0]), {
+            PIXELS[kind]: pixels,
+            _GRIDS[kind]: torch.tensor([grid]),
+        }
+
+    def spoken(self, config: Any, tokens: list[int], units: int) -> list[int]:
+        """The ids of a video of so many units of `tokens`, in a prompt."""
+        return [config.vision_start_token_id, *tokens * units, config.vision_end_token_id]
 
     def shown(self, inputs: Inputs) -> set[int]:
         # Features that come encoded and without their grid have no frames that anyone knows of.
@@ -209,10 +251,11 @@ class Qwen25VL(Family):
         return time - time[0]
 
     def pace_of(self, model: nn.Module, inputs: Inputs) -> Pace | None:
+        config: Any = model.config
         steps = inputs.get("second_per_grid_ts")
         seconds = 1.0 if steps is None else float(steps[0])
-        config: Any = model.config
-        return Pace(float(config.vision_config.tokens_per_second), seconds)
+        rate: Any = getattr(config.vision_config, "tokens_per_second", None)
+        return None if rate is None else Pace(float(rate), seconds)
 
 
 def _parts(grids: list[list[int]], most: int) -> Iterator[list[list[int]]]:

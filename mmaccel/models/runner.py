@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,9 +20,10 @@ from mmaccel.core.memory.kv import KVState
 from mmaccel.core.prefill.attention import NOTE, Note
 from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.registry import DEFAULTS, registry
-from mmaccel.models import decode
+from mmaccel.models import decode, deepstack
+from mmaccel.models.install import Hooks
 from mmaccel.models.modules import in_parts
-from mmaccel.models.prompt_layout import Inputs
+from mmaccel.models.prompt_layout import Inputs, of_columns
 
 
 class HFRunner(Runner):
@@ -35,7 +37,7 @@ class HFRunner(Runner):
         prompts always do."""
         self.model, self.family, self.cache = model, family, cache
         self.delta = self._last = 0
-        self._whole: tuple[Tensor, Tensor] | None = None  # embeddings and positions of all prompts
+        self._whole: tuple[dict[str, Any], Tensor] | None = None  # what enters, and positions, of all prompts
         self.steps = decode.SequenceSteps(model, family, rows) if rows else None
         self._moved: KVState | None = None
 
@@ -113,19 +115,28 @@ class HFRunner(Runner):
                 "prune: an accelerated model cannot be its own pruned draft; load the draft apart."
             )
         with in_parts(self.family, self.model):
-            embeds = self.family.embed(self.model, inputs)
+            entering = self.family.entering(self.model, inputs)
         if self._whole is not None:
-            embeds = torch.cat([self._whole[0], embeds], 1)
+            entering = deepstack.joined(self._whole[0], entering)
             positions = torch.cat([self._whole[1], positions], -1)
             self.truncate(0)
         if self.lasting:
-            self._whole = embeds, positions
+            self._whole = entering, positions
         count = keep.numel()
         if compact:
             positions = torch.arange(count, device=keep.device).expand(*positions.shape[:-1], count)
         else:
             positions = positions[..., keep]
-        return self._read(positions, inputs_embeds=embeds[:, keep])
+        kept, thread = of_columns(entering, keep), threading.get_ident()
+        embeds = kept.pop("inputs_embeds")
+
+        def give(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return (args, {**kwargs, **kept}) if threading.get_ident() == thread else None
+
+        with Hooks() as hooks:
+            if kept:  # the whole model's forward does not take them
+                hooks.before(self.family.text(self.model), give)
+            return self._read(positions, inputs_embeds=embeds)
 
     @torch.no_grad()
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:

@@ -185,7 +185,7 @@ class StreamPasses:
                 state.ahead(number, args[0] if args else kwargs["hidden_states"])
 
         layers: list[Any] = list(self.family.layers(self.model))
-        inside, shared = [layer.self_attn for layer in layers], self.text.config
+        inside, shared = self.family.attentions(self.model), self.text.config
         with Hooks() as hooks:
             hooks.after(self.family.rotary(self.model), unturned)
             if self._attachment is None:  # else all of this is there
@@ -202,6 +202,8 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     """A model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
+        if why := family.unable.get("streams"):
+            raise ModelError(f"models of the family {family.name!r} {why}; ask by generate.")
         if not callable(getattr(processor, "template_ids", None)):
             raise ModelError(
                 "processor: a session needs the processor that mmaccel.load_processor gives for the model's folder."

@@ -7,16 +7,16 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import ModelError
-from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+from tests.models.tiny_random import EVERY, PROMPTS, batch, prompt
 
-FAMILIES = sorted(BUILD)
+FAMILIES = sorted(EVERY)
 TOLERANCE = 1e-5
 pytestmark = pytest.mark.numeric(by="torch")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
-    return request.param, BUILD[request.param]()
+    return request.param, EVERY[request.param]()
 
 
 @torch.no_grad()

@@ -15,14 +15,14 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft.sequential import Sequential
 from tests.models.test_recipes import PIECES, SPARSE, small
-from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, batch, prompt
+from tests.models.tiny_random import EVERY, IMG, PROMPTS, VID, batch, prompt
 
 WINDOW = {"name": "window", "sinks": 4, "window": 16}
 
 
-@pytest.fixture(scope="module", params=sorted(BUILD))
+@pytest.fixture(scope="module", params=sorted(EVERY))
 def family(request):
-    model = BUILD[request.param]()
+    model = EVERY[request.param]()
     model.generation_config.eos_token_id = None
     return request.param, model
 
@@ -239,7 +239,7 @@ def test_without_a_cache_the_tokens_are_the_same(family, draft, where, monkeypat
 
 def test_a_model_dropped_without_detaching_is_freed(family):
     kind, _ = family
-    model = BUILD[kind]()
+    model = EVERY[kind]()
     mmaccel.accelerate(model, "dense")
     assert mmaccel.attached(model) is not None
     gone = weakref.ref(model)
@@ -296,7 +296,7 @@ def test_under_autocast(family, name, monkeypatch):
 @pytest.mark.parametrize("choice", ["eager", {"vision_config": "eager"}], ids=str)
 def test_another_attention_is_chosen_before_or_after(family, choice):
     kind, inputs = family[0], prompt(family[0], PIECES)
-    model = BUILD[kind]()
+    model = EVERY[kind]()
     with mmaccel.accelerate(model):
         model.set_attn_implementation(choice)
         with pytest.raises(ModelError, match="attn_implementation: it was set while a recipe is attached"):
@@ -306,7 +306,7 @@ def test_another_attention_is_chosen_before_or_after(family, choice):
 
 @pytest.mark.parametrize("by", [copy.deepcopy, pickle.dumps])
 def test_what_is_accelerated_is_not_copied_and_says_so(family, by):
-    model = BUILD[family[0]]()  # one on which transformers has laid no hooks of its own
+    model = EVERY[family[0]]()  # one on which transformers has laid no hooks of its own
     with mmaccel.accelerate(model, "a_shape") as fast:
         for held in (model, fast):
             with pytest.raises(ModelError, match="neither be copied nor pickled; detach the recipe"):

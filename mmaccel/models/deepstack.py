@@ -1,0 +1,60 @@
+"""DeepStack: features of layers of the tower, added to the visual tokens after the first layers of the language model.
+
+They travel beside the embeddings, of visual tokens alone, row by row: whoever cuts, joins or collects embeddings does the
+same to them here. Source: https://arxiv.org/abs/2406.04334, as transformers has it in Qwen3-VL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WHERE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
+"""The arguments of a text model's forward: which columns [B, S] are visual, and their features [n, E] for each layer."""
+ENTERING = ("inputs_embeds", WHERE, FEATURES)
+"""The arguments in which a prompt comes."""
+
+
+def of_columns(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, Any]:
+    """What is `given` beside the embeddings, for some columns alone: a slice, or numbers [n]."""
+    where = given[WHERE]
+    inside = torch.zeros_like(where)
+    inside[:, columns] = True
+    return {WHERE: where[:, columns], FEATURES: [one[inside[where]] for one in given[FEATURES]]}
+
+
+def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What enters of two prompts, one after the other; one of them may show nothing."""
+    both, embeds = (one, other), ENTERING[0]
+    out: dict[str, Any] = {embeds: torch.cat([x[embeds] for x in both], 1)}
+    if shown := [x[FEATURES] for x in both if FEATURES in x]:
+        masks = [x.get(WHERE, x[embeds].new_zeros(x[embeds].shape[:2], dtype=torch.bool)) for x in both]
+        out |= {
+            WHERE: torch.cat(masks, 1),
+            FEATURES: [torch.cat(level) for level in zip(*shown, strict=True)],
+        }
+    return out
+
+
+def beside(out: Any) -> Any:
+    """The features of each image or video of a tower's output, those of its layers beside them, [n, E * (1 + levels)]."""
+    levels: Any = out.get("deepstack_features")
+    if not levels:
+        return out.pooler_output
+    sizes = [len(rows) for rows in out.pooler_output]
+    # Before transformers 5.18 all in one.
+    split = [one.split(sizes) if isinstance(one, Tensor) else one for one in levels]
+    return [torch.cat(rows, -1) for rows in zip(out.pooler_output, *split, strict=True)]
+
+
+def apart(rows: Sequence[Tensor], like: Any) -> dict[str, Any]:
+    """The fields of a tower's output, built as `like`, from all its features as `beside` gives them."""
+    levels: Any = like.get("deepstack_features")
+    if not levels:
+        return {"pooler_output": rows}
+    first, *rest = zip(*(one.chunk(1 + len(levels), -1) for one in rows), strict=True)
+    flat = isinstance(levels[0], Tensor)
+    return {"pooler_output": first, "deepstack_features": [torch.cat(one) if flat else one for one in rest]}

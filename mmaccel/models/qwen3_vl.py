@@ -1,0 +1,62 @@
+"""Qwen3-VL: interleaved M-RoPE, norms of queries and keys, DeepStack; the time of each frame stands before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any, ClassVar
+
+from torch import nn
+
+from mmaccel.core.registry import register
+from mmaccel.models.prompt_layout import Grid, Inputs, ProcessorStyle
+from mmaccel.models.qwen2_5_vl import Qwen25VL
+from mmaccel.models.tiny import ASIDE, BEGIN, END, MROPE, TEXT
+
+_TEXT: dict[str, Any] = {**TEXT, "head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
+_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+    "out_hidden_size": 64,
+}
+
+
+@register("model", "qwen3_vl")
+class Qwen3VL(Qwen25VL):
+    """``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``: a video is a run of tokens a frame."""
+
+    model_types = ("qwen3_vl", "qwen3_vl_moe")
+    facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
+    processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
+    vision_tower = None
+    unable: ClassVar[Mapping[str, str]] = {
+        "streams": "have the time of each frame before it, and a memory of streams has units of one length"
+    }
+    decoder_layers = frozenset()
+    rms_norms = frozenset({"Qwen3VLTextRMSNorm", "Qwen3VLMoeTextRMSNorm"})
+    gated_mlps = frozenset({"Qwen3VLTextMLP", "Qwen3VLMoeTextMLP"})
+    tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "qwen3_vl": {"text_config": _TEXT, "vision_config": _VISION, **ASIDE},
+        "qwen3_vl_moe": {
+            "text_config": {**_TEXT, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+            "vision_config": _VISION,
+            **ASIDE,
+        },
+    }
+
+    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
+        images, videos = super().grids(model, inputs)
+        return images, [replace(video, apart=True) for video in videos]
+
+    def spoken(self, config: Any, tokens: list[int], units: int) -> list[int]:
+        frames = ([7, 8 + n % 2, BEGIN, *tokens, END] for n in range(units))
+        return list(chain.from_iterable(frames))
+
+    def first_cut(self, model: nn.Module) -> int:
+        # After each of the first layers the features of a layer of the tower are added to the visual tokens.
+        return len(model.config.vision_config.deepstack_visual_indexes)  # type: ignore[union-attr, arg-type]

@@ -12,7 +12,7 @@ from types import ModuleType
 
 # The first comes first: it listens while the others are imported.
 from mmaccel import _stop, models, policies
-from mmaccel.contract import check_policy
+from mmaccel.contract import check_family, check_policy
 from mmaccel.core.attach import Accelerated, accelerate, attached
 from mmaccel.core.errors import MmaccelError, MmaccelWarning
 from mmaccel.core.recipe import Recipe
@@ -36,6 +36,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "attached",
+    "check_family",
     "check_policy",
     "check_recipe",
     "list_models",

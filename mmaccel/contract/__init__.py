@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmaccel.contract.draft import check_draft
+from mmaccel.contract.family import check_family
 from mmaccel.contract.memory import check_memory
 from mmaccel.contract.prefill import check_pattern, check_pruner
 from mmaccel.core.decoding.draft import DraftStrategy
@@ -13,7 +14,7 @@ from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
 
-__all__ = ["check_policy"]
+__all__ = ["check_family", "check_policy"]
 
 
 def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:

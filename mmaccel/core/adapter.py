@@ -212,6 +212,10 @@ class ModelAdapter(ABC):
     def load(self, path: str, like: nn.Module) -> nn.Module:
         """The model saved in folder `path`, in the dtype and on the device of `like`; its outline if that is one."""
 
+    def sampler(self, kind: type[nn.Module]) -> Any:
+        """What makes tiny models of class `kind` and prompts for them (`models.tiny.Sampler`)."""
+        raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
+
     def check(self, model: nn.Module, recipe: Any) -> None:
         """Raise `RecipeError` for what of a recipe the model cannot do (`unable`, `first_cut`)."""
         who, prune = f"models of the family {self.name!r}", recipe.prune

@@ -5,7 +5,6 @@ Importing this file does not import transformers. What it imports inside methods
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, Pace, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import registry
-from mmaccel.models import deepstack
+from mmaccel.models import deepstack, shards
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import normed, rotated
 from mmaccel.models.prompt_layout import (
@@ -37,8 +36,6 @@ from mmaccel.models.prompt_layout import (
 )
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
-SAMPLED = 1024
-"""Elements that the digest of the weights reads of each projection, evenly spaced."""
 Features = Callable[..., Any]
 """Of a part of the pixels, and of arguments that are others for it, its visual features."""
 
@@ -87,6 +84,11 @@ class Family(ModelFamily):
 
         return HFRunner.open(model, self, state)
 
+    def sampler(self, kind: type[nn.Module]) -> Any:
+        from mmaccel.models.tiny import Sampler
+
+        return Sampler(self, kind)
+
     def load(self, path: str, like: nn.Module) -> nn.Module:
         from mmaccel.models.loading import load_model, outline
 
@@ -116,8 +118,8 @@ class Family(ModelFamily):
         whole = self.whole_geometry(model)
         if isinstance(model, ConfigOnlyModel):
             return whole
-        attention, size = getattr(self.layers(model)[0], "self_attn", None), whole.head_dim
-        heads, groups = _rows_of(attention, "q_proj"), _rows_of(attention, "k_proj")
+        attention, size = next(iter(self.attentions(model)), None), whole.head_dim
+        heads, groups = shards.rows_of(attention, "q_proj"), shards.rows_of(attention, "k_proj")
         if not heads or not groups or heads % size or groups % size:
             return whole
         return replace(whole, heads=heads // size, kv_heads=groups // size)
@@ -142,32 +144,12 @@ class Family(ModelFamily):
         return {**super().fingerprint(model), "rope": turning}
 
     def weights_digest(self, model: nn.Module) -> str | None:
-        if isinstance(model, ConfigOnlyModel) or _shards(model) > 1:
+        if isinstance(model, ConfigOnlyModel) or shards.count(model) > 1:
             return None
-        digest = hashlib.sha256()
-        for layer in self.layers(model):
-            for name in ("q_proj", "k_proj"):
-                weight = getattr(getattr(getattr(layer, "self_attn", None), name, None), "weight", None)
-                if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
-                    return None
-                flat = weight.detach().flatten()
-                # In bfloat16 the same for weights that were saved so and loaded in float32 or float16.
-                some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].to("cpu", torch.bfloat16)
-                digest.update(repr(tuple(weight.shape)).encode() + some.view(torch.int16).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return shards.digest(self.attentions(model))
 
     def own_heads(self, model: nn.Module) -> range:
-        count, heads = _shards(model), len(super().own_heads(model))
-        if count == 1:
-            return range(heads)
-        # transformers keeps the mesh of `from_pretrained(..., tp_plan=...)`; heads lie in the order of the ranks.
-        mesh: Any = getattr(model, "_device_mesh", None)
-        if mesh is None:
-            rank = torch.distributed.get_rank() % count
-        else:
-            rank = mesh.get_local_rank("tp" if "tp" in (mesh.mesh_dim_names or ()) else None)
-        each = heads // count
-        return range(rank * each, (rank + 1) * each)
+        return shards.own(model, len(super().own_heads(model)))
 
     def folder(self, model: nn.Module) -> Path | None:
         source = getattr(model.config, "_name_or_path", "")
@@ -383,18 +365,3 @@ class Family(ModelFamily):
             layer_ops.rotate_(x, *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.apply_rope(x, angles))
-
-
-def _rows_of(module: Any, name: str) -> int | None:
-    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
-    weight is no matrix of floating numbers, such as a quantized one."""
-    weight = getattr(getattr(module, name, None), "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return None
-    # A DTensor has the shape of the whole.
-    return int(getattr(weight, "_local_tensor", weight).shape[0])
-
-
-def _shards(model: nn.Module) -> int:
-    """How many processes share each layer of a model (tensor parallelism)."""
-    return getattr(model, "tp_size", None) or 1

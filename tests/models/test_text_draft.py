@@ -14,7 +14,7 @@ import mmaccel
 from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelError, ModelError
 from mmaccel.models import loading, step
-from mmaccel.models.family import causal
+from mmaccel.models.causal import causal
 from mmaccel.policies.draft import Sequential, TextOnly
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, prompt

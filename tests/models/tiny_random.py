@@ -8,10 +8,9 @@ from functools import cache, partial
 import torch
 
 from mmaccel.core.attach import family_of
-from mmaccel.models import tiny
 from mmaccel.models.tiny import BEGIN as VS
 from mmaccel.models.tiny import END as VE
-from mmaccel.models.tiny import IMG, VID, VOCAB
+from mmaccel.models.tiny import IMG, VID, VOCAB, Sampler
 
 __all__ = [
     "BUILD",
@@ -31,10 +30,14 @@ KINDS = {"qwen": "qwen2_5_vl", "llava": "llava_onevision"}
 """Short names of two families, which most tests take; the others go by their model types."""
 
 
+def sampler(kind: str) -> Sampler:
+    kind = KINDS.get(kind, kind)
+    return family_of(kind).sampler(kind)
+
+
 def model(kind: str, layers: int = 2, hidden: int = 64, seed: int = 0):
     """A model of two layers: 4 heads of 16, 2 key/value heads."""
-    kind = KINDS.get(kind, kind)
-    return tiny.build(family_of(kind), kind, layers, hidden, seed)
+    return sampler(kind).model(layers, hidden, seed)
 
 
 BUILD = {name: partial(model, name) for name in KINDS}
@@ -52,18 +55,17 @@ def redraw_patches(model, seed: int) -> None:
 
 @cache
 def _config(kind: str):
-    return tiny.config(family_of(kind), kind)
+    return sampler(kind).config()
 
 
 def prompt(kind: str, pieces: Sequence, seed: int = 0) -> dict[str, torch.Tensor]:
     """Model inputs of one sequence. `pieces`: ("text", n), ("video", frames) or ("image",), in order."""
-    kind = KINDS.get(kind, kind)
-    return tiny.prompt(family_of(kind), _config(kind), pieces, seed)
+    return sampler(kind).prompt(_config(kind), pieces, seed)
 
 
 def batch(kind: str, prompts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Prompts of unequal length as one left-padded batch."""
-    return tiny.batch(prompts)
+    return sampler(kind).batch(prompts)
 
 
 PROMPTS = {

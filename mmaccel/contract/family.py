@@ -1,0 +1,284 @@
+"""What is promised of a family of models: a tiny one of random weights, with recipes and without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import unwrapped
+from mmaccel.core.attach import ModelFamily, accelerate, family_of
+from mmaccel.core.errors import MmaccelError, ModelError
+from mmaccel.core.layout import VIDEO
+
+BLOCK, EXACT, CLOSE = 16, 1e-6, 2e-5
+"""Tokens of a block; and how far logits in float32 may be off: of a pattern that lists everything, and of all others."""
+PIECES: tuple[tuple[Any, ...], ...] = (
+    ("text", 6),
+    ("video", 33),
+    ("text", 1),
+    ("image",),
+    ("text", 3),
+    ("video", 33),
+    ("text", 9),
+)
+SPARSE: dict[str, dict[str, Any]] = {
+    "a_shape": {"sink": 16, "window": 32},
+    "tri_shape": {"sink": 16, "window": 32, "bottom": 24},
+    "vertical_slash": {"vertical": 8, "slash": 2, "last_q": 16},
+    "block_topk": {"budget": 0.2, "sink": 16},
+    "grid": {"min_stride": 2, "last_q": 16, "vertical": False, "horizontal": False, "window": 16, "sink": 1},
+    "boundary_2d": {"default": {"name": "a_shape", "sink": 8, "window": 24}},
+}
+"""Patterns by name, with budgets under half of the pairs of `PIECES`."""
+FULL: dict[str, dict[str, Any]] = {
+    "a_shape": {"window": 1 << 20},
+    "vertical_slash": {"vertical": 1 << 20, "slash": 1 << 16},
+    "block_topk": {"budget": 1.0},
+    "boundary_2d": {"default": {"name": "a_shape", "window": 1 << 20}},
+}
+"""The same, with budgets that list everything."""
+
+Row = tuple[str, str, bool]
+"""A check, what was found, and whether it is as promised."""
+
+
+def check_family(model_or_class: Any, *, quiet: bool = False) -> list[Row]:
+    """Try a family on a tiny model of the same class as `model_or_class`, with random weights in float32 on the CPU.
+
+    Compared with the plain model: the dense recipe, whole and in chunks; patterns that list everything, and patterns at less
+    than half of the pairs against eager attention under their masks; a padded batch; drafts, token by token; a pruner that
+    keeps everything; a memory of streams; the model after detaching, bit for bit. The columns of each frame are those that
+    its pixels change. What the family says that it lacks has to be refused.
+
+    Prints a table, and returns its rows; raises `ModelError` that names the checks that failed.
+    """
+    given: Any = unwrapped(model_or_class) if isinstance(model_or_class, nn.Module) else model_or_class
+    kind = given.config.model_type if isinstance(given, nn.Module) else given.config_class.model_type
+    family = family_of(kind)
+    tried = _Tried(family, family.sampler(type(given) if isinstance(given, nn.Module) else given))
+    rows = [row for check in CHECKS for row in check(tried)]
+    if not quiet:
+        wide = max(len(name) for name, _, _ in rows)
+        print(f"{kind} ({family.name})")
+        print(
+            "\n".join(
+                f"  {name:<{wide}}  {'ok  ' if kept else 'FAIL'}  {found}" for name, found, kept in rows
+            )
+        )
+    if wrong := [f"{name}: {found}" for name, found, kept in rows if not kept]:
+        raise ModelError(f"family {family.name!r} breaks a promise on {kind!r}: {'; '.join(wrong)}.")
+    return rows
+
+
+class _Tried:
+    """A tiny model, its plain answer, and what recipes make of it."""
+
+    def __init__(self, family: ModelFamily, sampler: Any) -> None:
+        self.family: Any = family
+        self.sampler = sampler
+        self.model: Any = sampler.model()
+        self.model.generation_config.eos_token_id = None
+        self.depth = family.geometry(self.model).layers
+        self.inputs = self.prompt(PIECES)
+        self.plain = self.logits(self.inputs)
+
+    def prompt(self, pieces: Any, seed: int = 0) -> dict[str, Tensor]:
+        return self.sampler.prompt(self.model.config, pieces, seed)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def logits(self, inputs: Mapping[str, Tensor], **more: Any) -> Tensor:
+        return self.model(**inputs, **more).logits  # type: ignore[no-any-return]
+
+    def tokens(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self.model.generate(**inputs, max_new_tokens=8, do_sample=False)  # type: ignore[no-any-return]
+
+    def off(
+        self, recipe: Mapping[str, Any], most: float, inputs: Any = None, plain: Any = None
+    ) -> tuple[str, bool]:
+        """How far the logits under `recipe` are from the plain ones."""
+        with accelerate(self.model, **recipe):
+            ours = self.logits(self.inputs if inputs is None else inputs)
+        far = float((ours - (self.plain if plain is None else plain)).abs().max())
+        return f"logits off by {far:.1e}, at most {most:.0e}", far <= most
+
+    def refused(self, recipe: Mapping[str, Any]) -> tuple[str, bool]:
+        try:
+            accelerate(self.model, **recipe).detach()
+        except MmaccelError as error:
+            return f"refused: {error}", True
+        return "not refused", False
+
+
+def _dense(tried: _Tried) -> Iterator[Row]:
+    for name, pieces in (("text", PIECES[:1]), ("a video", PIECES[:3]), ("all", PIECES)):
+        inputs = tried.prompt(pieces)
+        plain = tried.logits(inputs)
+        yield f"dense, {name}", *tried.off({}, EXACT, inputs, plain)
+        yield f"dense in chunks, {name}", *tried.off({"chunk": 64}, CLOSE, inputs, plain)
+
+
+def _layout(tried: _Tried) -> Iterator[Row]:
+    """Pixels of a unit of a video change the embeddings of the columns of that unit, and of no others."""
+    units = 5
+    inputs = tried.prompt([("text", 4), ("video", units), ("text", 5)])
+    layout = tried.family.layout(tried.model, inputs)
+    name = next(name for name in ("pixel_values_videos", "pixel_values") if name in inputs)
+    with torch.no_grad():
+        before = tried.family.embed(tried.model, inputs)
+        wrong = []
+        for unit in range(units):
+            pixels = inputs[name].clone()
+            part = pixels.view(-1).chunk(units)[unit]
+            part += 1
+            after = tried.family.embed(tried.model, {**inputs, name: pixels})
+            changed = (after != before).any(-1)[0]
+            if not torch.equal(changed, (layout.frame[0] == unit) & (layout.modality[0] == VIDEO)):
+                wrong.append(unit)
+    yield "columns of frames", f"{units} units, wrong {wrong or 'none'}", not wrong
+
+
+def _patterns(tried: _Tried) -> Iterator[Row]:
+    for name, budget in FULL.items():
+        yield f"all by {name}", *tried.off({"sparse": {"name": name, "block": BLOCK, **budget}}, EXACT)
+    attend = tried.model.config._attn_implementation
+    for name, budget in SPARSE.items():
+        recipe = {"sparse": {"name": name, "block": BLOCK, **budget}, "dense_tail": 0}
+        masks: dict[int, Tensor] = {}
+        with accelerate(tried.model, backend="reference", **recipe) as fast:
+            plan = fast.attention.plan
+
+            def recorded(layer: int, *given: Any, plan: Callable[..., Any] = plan, masks: Any = masks) -> Any:
+                made = plan(layer, *given)
+                masks[layer] = made.to_mask()
+                return made
+
+            fast.attention.plan = recorded  # type: ignore[method-assign]
+            ours = tried.logits(tried.inputs)
+        length = ours.shape[1]
+        share = max(float(mask.float().mean()) for mask in masks.values()) * 2 * length / (length + 1)
+        with _masked(tried, masks):
+            far = float((tried.logits(tried.inputs) - ours).abs().max())
+        moved = float((ours - tried.plain).abs().max())
+        own = _mask(name, tried.family.layout(tried.model, tried.inputs).modality[0])
+        if own is not None and not all(bool((mask == own).all()) for mask in masks.values()):
+            yield f"{name}, its mask", "other pairs than its definition has", False
+        kept = far <= CLOSE < moved and share < 0.5
+        yield (
+            name,
+            f"{share:.0%} of the pairs, off by {far:.1e} from eager attention, {moved:.0e} from dense",
+            kept,
+        )
+        yield f"{name} in chunks", *_in_chunks(tried, recipe, ours, name)
+    tried.model.set_attn_implementation(attend)
+
+
+def _mask(name: str, modality: Tensor) -> Tensor | None:
+    """[S, S]: the pairs of a pattern of `SPARSE`, written from its definition; None where these follow from content."""
+    rows = torch.arange(len(modality))[:, None]
+    if name == "a_shape":
+        return (rows >= rows.T) & ((rows - rows.T < 32) | (rows.T < 16))
+    if name != "boundary_2d":
+        return None
+    # Ranks and distances count the keys of one modality alone.
+    same = modality == modality[:, None]
+    rank = (same & (rows > rows.T)).sum(1)
+    seen = torch.stack([(modality == kind).long().cumsum(0) for kind in range(3)])[modality].T
+    return (rows >= rows.T) & ((seen - 1 - rank < 24) | (rank < 8))
+
+
+def _in_chunks(tried: _Tried, recipe: Mapping[str, Any], whole: Tensor, name: str) -> tuple[str, bool]:
+    chunk = -(-whole.shape[1] // 2)
+    if name not in ("a_shape", "boundary_2d"):
+        # By content each piece chooses anew: it has to run, and to be sparse.
+        with accelerate(tried.model, chunk=chunk, **recipe) as fast:
+            finite = bool(torch.isfinite(tried.logits(tried.inputs)).all())
+            kept = fast.report().kept
+        return f"{kept:.0%} kept", finite and 0 < kept < 1
+    return tried.off({**recipe, "chunk": chunk}, CLOSE, plain=whole)
+
+
+@contextmanager
+def _masked(tried: _Tried, masks: Mapping[int, Tensor]) -> Iterator[None]:
+    """The plain model with eager attention, whose layers see what `masks` say."""
+    tried.model.set_attn_implementation("eager")
+    handles = []
+    for module in tried.family.attentions(tried.model):
+
+        def given(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            seen = masks.get(module.layer_idx)
+            if seen is None:
+                return None
+            bias = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
+            return args, {**kwargs, "attention_mask": bias}
+
+        handles.append(module.register_forward_pre_hook(given, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _batches(tried: _Tried) -> Iterator[Row]:
+    alone = [tried.prompt([("text", n), ("video", 4), ("text", n + 3)], seed=n) for n in (2, 9, 5)]
+    plain = [tried.logits(one)[0] for one in alone]
+    with accelerate(tried.model):
+        together = tried.logits(tried.sampler.batch(alone))
+    far = max(float((row[-len(one) :] - one).abs().max()) for row, one in zip(together, plain, strict=True))
+    yield "a padded batch", f"logits off by {far:.1e}, at most {CLOSE:.0e}", far <= CLOSE
+
+
+def _generation(tried: _Tried) -> Iterator[Row]:
+    plain = tried.tokens(tried.inputs)
+    choices: dict[str, dict[str, Any]] = {
+        "kv window": {"kv": {"name": "window", "window": 1 << 16}},
+        "kv offload": {"kv": "offload"},
+        "draft prompt_lookup": {"draft": "prompt_lookup"},
+        "draft sequential": {
+            "draft": {"name": "sequential", "model": copy.deepcopy(tried.model), "window": 3}
+        },
+        "draft tree": {"draft": {"name": "tree", "model": copy.deepcopy(tried.model)}},
+    }
+    unable = tried.family.unable
+    for name, recipe in choices.items():
+        if ("streams" in unable and name == "kv offload") or ("drafts" in unable and "draft" in recipe):
+            yield name, *tried.refused(recipe)
+            continue
+        with accelerate(tried.model, **recipe) as fast:
+            same = torch.equal(tried.tokens(tried.inputs), plain)
+            draft = fast.report().draft or {}
+        told = f", {draft['accepted']} of {draft['proposed']} taken" if draft.get("proposed") else ""
+        # A draft that sees the video as its target does is taken whole.
+        whole = name != "draft sequential" or draft.get("accepted") == draft.get("proposed")
+        yield name, f"tokens {'the same' if same else 'differ'}{told}", same and whole
+
+
+def _pruners(tried: _Tried) -> Iterator[Row]:
+    layer = max(tried.family.first_cut(tried.model), 1)
+    recipe = {"prune": {"name": "fastv", "layer": layer, "retention": 1.0}}
+    if "pruning" in tried.family.unable:
+        yield "prune fastv", *tried.refused(recipe)
+        return
+    if layer < tried.depth:
+        yield "prune fastv, all kept", *tried.off(recipe, CLOSE)
+
+
+def _detached(tried: _Tried) -> Iterator[Row]:
+    same = torch.equal(tried.logits(tried.inputs), tried.plain)
+    yield "after detaching", "bit for bit the same" if same else "not the same", same
+
+
+CHECKS: tuple[Callable[[_Tried], Iterator[Row]], ...] = (
+    _dense,
+    _layout,
+    _patterns,
+    _batches,
+    _generation,
+    _pruners,
+    _detached,
+)

@@ -1,0 +1,58 @@
+"""What the weights of attention say of a model: their digest, and which part of the heads this process has."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAMPLED = 1024
+"""Elements that the digest reads of each projection, evenly spaced."""
+
+
+def digest(attentions: Iterable[Any]) -> str | None:
+    """A short digest of the projections of queries and keys; None where one of them is no matrix of floating numbers."""
+    found = hashlib.sha256()
+    for attention in attentions:
+        for name in ("q_proj", "k_proj"):
+            weight = getattr(getattr(attention, name, None), "weight", None)
+            if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
+                return None
+            flat = weight.detach().flatten()
+            # In bfloat16 the same for weights that were saved so and loaded in float32 or float16.
+            some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].to("cpu", torch.bfloat16)
+            found.update(repr(tuple(weight.shape)).encode() + some.view(torch.int16).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def own(model: nn.Module, heads: int) -> range:
+    """The numbers of the heads, of so many, that this process computes."""
+    shards = count(model)
+    if shards == 1:
+        return range(heads)
+    # transformers keeps the mesh of `from_pretrained(..., tp_plan=...)`; heads lie in the order of the ranks.
+    mesh: Any = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        rank = torch.distributed.get_rank() % shards
+    else:
+        rank = mesh.get_local_rank("tp" if "tp" in (mesh.mesh_dim_names or ()) else None)
+    each = heads // shards
+    return range(rank * each, (rank + 1) * each)
+
+
+def rows_of(module: Any, name: str) -> int | None:
+    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
+    weight is no matrix of floating numbers, such as a quantized one."""
+    weight = getattr(getattr(module, name, None), "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    # A DTensor has the shape of the whole.
+    return int(getattr(weight, "_local_tensor", weight).shape[0])
+
+
+def count(model: nn.Module) -> int:
+    """How many processes share each layer of a model (tensor parallelism)."""
+    return getattr(model, "tp_size", None) or 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import mmaccel
 from mmaccel.core.attach import family_of
@@ -13,7 +15,7 @@ from mmaccel.core.registry import registry
 from mmaccel.models import deepstack
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
-from tests.models.tiny_random import VID, sampler
+from tests.models.tiny_random import sampler
 
 KINDS = sorted(kind for family in registry("model").values() for kind in family.model_types)
 pytestmark = pytest.mark.numeric(by="torch")
@@ -29,6 +31,11 @@ def test_it_keeps_its_promises(kind: str, capsys: pytest.CaptureFixture[str]) ->
 def _lost(given: Any, columns: Any) -> dict[str, Any]:
     whole = PLAIN(given, columns)
     return {**whole, deepstack.FEATURES: [one * 0 for one in whole[deepstack.FEATURES]]}
+
+
+def _backwards(self: Any, model: Any, inputs: Any) -> Any:
+    made = Qwen25VL.layout(self, model, inputs)
+    return replace(made, frame=torch.where(made.frame < 0, made.frame, made.frame.max() - made.frame))
 
 
 PLAIN = deepstack.of_columns

@@ -84,7 +84,8 @@ class _Tried:
         self.model: Any = sampler.model()
         self.model.generation_config.eos_token_id = None
         self.depth = family.geometry(self.model).layers
-        self.inputs = self.prompt(PIECES)
+        self.pieces = [piece for piece in PIECES if self.family.mixes or piece[0] != "image"]
+        self.inputs = self.prompt(self.pieces)
         self.plain = self.logits(self.inputs)
 
     def prompt(self, pieces: Any, seed: int = 0) -> dict[str, Tensor]:
@@ -115,7 +116,7 @@ class _Tried:
 
 
 def _dense(tried: _Tried) -> Iterator[Row]:
-    for name, pieces in (("text", PIECES[:1]), ("a video", PIECES[:3]), ("all", PIECES)):
+    for name, pieces in (("text", PIECES[:1]), ("a video", PIECES[:3]), ("all", tried.pieces)):
         inputs = tried.prompt(pieces)
         plain = tried.logits(inputs)
         yield f"dense, {name}", *tried.off({}, EXACT, inputs, plain)
@@ -268,6 +269,37 @@ def _pruners(tried: _Tried) -> Iterator[Row]:
         yield "prune fastv, all kept", *tried.off(recipe, CLOSE)
 
 
+def _seen(tried: _Tried) -> Iterator[Row]:
+    """Queries and keys as the family gives them, turned, attend as the model's do: pruners and memories read them."""
+    modules = tried.family.attentions(tried.model)
+    layer = modules[-1].layer_idx
+    caught: dict[str, Any] = {}
+
+    def catch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        caught.update(kwargs, hidden_states=args[0] if args else kwargs["hidden_states"])
+
+    attend = tried.model.config._attn_implementation
+    tried.model.set_attn_implementation("eager")
+    handle = tried.family.layers(tried.model)[layer].register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            paid = tried.model(**tried.inputs, output_attentions=True).attentions[-1][0, :, -1]
+            rows = tried.family.norm(tried.model, layer, caught["hidden_states"])
+            cos, sin = (angle[:, None] for angle in caught["position_embeddings"])
+            query = tried.family.query(tried.model, layer, rows[:, -1:])
+            query = tried.family.apply_rope(query, (cos[..., -1:, :], sin[..., -1:, :]))
+            key = tried.family.apply_rope(tried.family.key(tried.model, layer, rows), (cos, sin))
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+            ours = (query @ key.transpose(-1, -2) * modules[-1].scaling).softmax(-1)[0, :, 0]
+    finally:
+        handle.remove()
+        tried.model.set_attn_implementation(attend)
+    far, spread = float((ours - paid).abs().max()), float(paid.max() - paid.min())
+    # Of small random weights attention is almost even.
+    kept = far <= 1e-3 * spread and spread > 0
+    yield "queries and keys", f"attention off by {far:.1e}, of a spread of {spread:.1e}", kept
+
+
 def _detached(tried: _Tried) -> Iterator[Row]:
     same = torch.equal(tried.logits(tried.inputs), tried.plain)
     yield "after detaching", "bit for bit the same" if same else "not the same", same
@@ -280,5 +312,6 @@ CHECKS: tuple[Callable[[_Tried], Iterator[Row]], ...] = (
     _batches,
     _generation,
     _pruners,
+    _seen,
     _detached,
 )

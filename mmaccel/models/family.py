@@ -58,6 +58,7 @@ class Family(ModelFamily):
     rotate_function         what the attention modules call to rotate queries and keys
     vision_rotate_function  the same of a tower that `windowed` gives
     tiny                    model type -> settings of the configuration of a tiny model (`tiny.py`)
+    mixes                   whether a prompt may show images and videos both
     """
 
     mrope: ClassVar[bool] = False
@@ -72,6 +73,7 @@ class Family(ModelFamily):
     rotate_function: ClassVar[str] = "apply_rotary_pos_emb"
     vision_rotate_function: ClassVar[str] = "apply_rotary_pos_emb_vision"
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    mixes: ClassVar[bool] = True
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
         from mmaccel.models.generate import DraftTimes, generate
@@ -176,7 +178,7 @@ class Family(ModelFamily):
         """Modules of the language model that act on each row alone: safe to run in chunks of rows."""
         found: list[nn.Module] = [self.text(model).norm]  # type: ignore[list-item]
         for layer in self.layers(model):
-            found += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]  # type: ignore[list-item]
+            found += [one for name, one in layer.named_children() if name == "mlp" or "norm" in name]
         return found
 
     def windowed(self, model: nn.Module) -> nn.Module | None:
@@ -226,6 +228,10 @@ class Family(ModelFamily):
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Tokens and random pixels of a small image, or of a video of so many units, for a model of `config`."""
         raise self._lacks("what a small prompt of it is made of")
+
+    def finished(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of a small prompt, `made` of its pieces."""
+        return made
 
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
         # A family that names no facts of its own may have those of others.
@@ -361,7 +367,7 @@ class Family(ModelFamily):
         return rotated(x, *angles)
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        if layer_ops.fusible(x):
+        if self.rotate_function and layer_ops.fusible(x) and x.shape[-1] == angles[0].shape[-1]:
             layer_ops.rotate_(x, *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.apply_rope(x, angles))

@@ -136,9 +136,11 @@ def _turned(
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., D] rotated by angles [..., D], the first half of its coordinates paired with the second."""
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+    """`x` [..., D] rotated by angles [..., R], the first half of its first R coordinates paired with the second."""
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat([rotated(x[..., :size], cos, sin), x[..., size:]], -1)
+    return x * cos + torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
 
 
 def is_norm(module: nn.Module, family: Any) -> bool:
@@ -195,8 +197,8 @@ def by_parts(hooks: Hooks, family: Any, model: nn.Module) -> None:
     # Here, not where it is written: what compiles is imported by that, when a model is there.
     joined = torch.compiler.disable(_joined, recursive=False)
     for kind, name in METHODS.items():
-        encode = getattr(multimodal, name)
-        if not getattr(encode, "by_parts", False):
+        encode = getattr(multimodal, name, None)
+        if encode is not None and not getattr(encode, "by_parts", False):
             ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined)
             ours.by_parts = True  # type: ignore[attr-defined]
     by_length(hooks, family, model)

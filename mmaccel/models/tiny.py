@@ -101,7 +101,7 @@ class Sampler:
         made["attention_mask"] = torch.ones_like(made["input_ids"])
         if "mm_token_type_ids" in family.facts:
             made["mm_token_type_ids"] = family.kinds(config, made["input_ids"]).int()
-        return {**made, **{name: torch.cat(some) for name, some in found.items()}}
+        return family.finished(config, {**made, **{name: torch.cat(some) for name, some in found.items()}})  # type: ignore[no-any-return]
 
     @staticmethod
     def batch(prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

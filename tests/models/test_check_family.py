@@ -42,12 +42,7 @@ PLAIN = deepstack.of_columns
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "features that chunks lose": (deepstack, "of_columns", _lost, "dense in chunks"),
     "frames that follow each other": (Qwen3VL, "grids", Qwen25VL.grids, "placeholders"),
-    "videos that are images": (
-        Qwen3VL,
-        "kinds",
-        lambda self, config, ids: (ids == VID).long(),
-        "columns of frames",
-    ),
+    "frames from the last to the first": (Qwen3VL, "layout", _backwards, "columns of frames"),
 }
 
 

@@ -1,0 +1,240 @@
+"""Any other model of transformers that takes images or video: where its frames lie follows from its pixels and placeholders.
+
+Placeholders of one kind that follow each other are a run. If there are as many runs as frames in the pixels, each is one,
+and text may stand between them; if there are as many as videos, each has the frames of one. What fits neither is a frame a
+run. Positions are what the model's own rope index makes of the inputs, where it has one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain, groupby, islice
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO
+from mmaccel.core.registry import register
+from mmaccel.models import tiny
+from mmaccel.models.family import Family
+from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, is_given
+
+GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
+NEAR = 24
+"""Of a model without placeholders of video: images with at most so many tokens of text between are the frames of one."""
+
+
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+
+
+@register("model", "generic")
+class Generic(Family):
+    """Models whose frames follow from pixels and placeholders: patterns, windows and drafts act on them."""
+
+    model_types: ClassVar[tuple[str, ...]] = (
+        "internvl",
+        "llava_next_video",
+        "perception_lm",
+        "smolvlm",
+        "video_llama_3",
+    )
+    unable: ClassVar[Mapping[str, str]] = {
+        "streams": "have frames that mmaccel does not know how to cut from their pixels"
+    }
+
+    rotate_function = ""
+    tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "internvl": {
+            "text_config": {**tiny.TEXT, "model_type": "qwen2"},
+            "vision_config": {**_TOWER, "image_size": [28, 28], "patch_size": [7, 7]},
+            "image_token_id": tiny.IMG,
+            "image_seq_length": 4,
+            "downsample_ratio": 0.5,
+        },
+        "llava_next_video": {
+            "text_config": {**tiny.TEXT, "model_type": "llama"},
+            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_token_id": tiny.IMG,
+            "video_token_id": tiny.VID,
+            "image_token_index": tiny.IMG,
+            "video_token_index": tiny.VID,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+            "image_grid_pinpoints": [[28, 28], [28, 56], [56, 28]],
+            "spatial_pool_stride": 2,
+        },
+        "perception_lm": {
+            "text_config": {**tiny.TEXT, "model_type": "llama"},
+            "vision_config": {
+                **_TOWER,
+                "model_type": "siglip_vision_model",
+                "vision_use_head": False,
+                "model_args": {"embed_dim": 32},
+            },
+            "vision_use_cls_token": False,
+            "projector_pooling_ratio": 2,
+            "image_token_id": tiny.IMG,
+            "video_token_id": tiny.VID,
+        },
+        "smolvlm": {
+            "text_config": {**tiny.TEXT, "model_type": "llama"},
+            "vision_config": _TOWER,
+            "image_token_id": tiny.IMG,
+            "scale_factor": 2,
+        },
+        "video_llama_3": {
+            "text_config": {**tiny.TEXT, "model_type": "qwen2"},
+            "vision_config": {**_TOWER, "patch_size": 14},
+            "image_token_id": tiny.IMG,
+            "video_token_id": tiny.VID,
+        },
+    }
+
+    def piece(
+        self, config: Any, kind: int, units: int, generator: torch.Generator
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        of, name = config.model_type, PIXELS[kind]
+        image, video = _token(config, "image"), _token(config, "video")
+        token: Any = image if kind == IMAGE or video is None else video
+        if of == "video_llama_3":
+            pixels = torch.randn(units * 24, 3 * 14 * 14, generator=generator)
+            grid, merge = torch.tensor([[units, 4, 6]]), 2 if kind == VIDEO else 1
+            words = "image" if kind == IMAGE else "video"
+            made = {name: pixels, GRIDS[kind]: grid, f"{words}_merge_sizes": torch.tensor([merge])}
+            return [x for n in range(units) for x in (7, 8 + n % 2, *[token] * (24 // merge**2))], made
+        tiles = 3 if of == "llava_next_video" and kind == IMAGE else units
+        pixels = torch.randn(tiles, 3, 28, 28, generator=generator)
+        if of in ("internvl", "smolvlm"):
+            return [x for n in range(units) for x in (7, 8 + n % 2, *[token] * 4)], {PIXELS[IMAGE]: pixels}
+        if tiles > units:  # a base view, then two tiles with a newline a row
+            return [token] * (16 + 36), {name: pixels[None], "image_sizes": torch.tensor([[28, 56]])}
+        return [token] * (4 * units), {name: pixels[None]}
+
+    def finished(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        if config.model_type == "smolvlm" and PIXELS[IMAGE] in made:
+            made[PIXELS[IMAGE]] = made[PIXELS[IMAGE]][None]
+        return made
+
+    def multimodal(self, model: nn.Module) -> nn.Module:
+        return model.base_model  # type: ignore[return-value]
+
+    def text(self, model: nn.Module) -> nn.Module:
+        return model.get_decoder()  # type: ignore[operator, no-any-return]
+
+    def patches(self, model: nn.Module, pixels: Tensor) -> int:
+        return 0  # its tower is never run in parts
+
+    def shown(self, inputs: Inputs) -> set[int]:
+        shown = super().shown(inputs)
+        # Where frames are images, either may be.
+        return shown | {VIDEO} if IMAGE in shown else shown
+
+    def kinds(self, config: Any, ids: Tensor) -> Tensor:
+        image, video = _token(config, "image"), _token(config, "video")
+        kinds = torch.zeros_like(ids)
+        if image is not None:
+            kinds[ids == image] = IMAGE
+        if video is not None:
+            kinds[ids == video] = VIDEO
+            return kinds
+        for row in kinds:
+            for group in _near(_runs(row.tolist())):
+                for begin, end in group if len(group) > 1 else ():
+                    row[begin:end] = VIDEO
+        return kinds
+
+    def placeholders(self, model: nn.Module) -> tuple[int, ...]:
+        return tuple(
+            token for kind in ("image", "video") if (token := _token(model.config, kind)) is not None
+        )
+
+    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
+        rows = self.kinds(model.config, inputs["input_ids"]).tolist()
+        images, videos = ([_runs(row, kind) for row in rows] for kind in (IMAGE, VIDEO))
+        frames, runs = _frames(inputs), list(chain.from_iterable(videos))
+        if len(frames) == len(runs):
+            found = [_grid(count, end - begin) for count, (begin, end) in zip(frames, runs, strict=True)]
+        else:
+            if sum(frames) == len(runs):
+                left = iter(runs)
+                groups = [list(islice(left, count)) for count in frames]
+            else:
+                groups = [group for row in videos for group in _near(row)]
+            found = [grid for group in groups for grid in _apart(group)]
+        return [_grid(1, end - begin) for row in images for begin, end in row], found
+
+    def positions(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        index = getattr(self.multimodal(model), "get_rope_index", None)
+        plain = super().positions(model, inputs)
+        if index is None:
+            return plain
+        known = inspect.signature(index).parameters
+        given = {name: x for name, x in inputs.items() if name in known and x is not None}
+        kinds = given.get("mm_token_type_ids")
+        if kinds is None or not any(is_given(given.get(name)) for name in GRIDS.values()):
+            return plain.expand(3, -1, -1)
+        return index(**given)[0]  # type: ignore[no-any-return]
+
+
+def _token(config: Any, kind: str) -> int | None:
+    """The placeholder of images or of videos."""
+    names = (f"{kind}_token_id", f"{kind}_token_index")
+    found = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+    return None if found is None else int(found)
+
+
+def _runs(kinds: list[int], kind: int | None = None) -> list[tuple[int, int]]:
+    """Where the runs of placeholders of `kind` (None: of any) begin and end."""
+    found, begin = [], 0
+    for value, group in groupby(kinds):
+        end = begin + len(list(group))
+        if value != TEXT if kind is None else value == kind:
+            found.append((begin, end))
+        begin = end
+    return found
+
+
+def _frames(inputs: Inputs) -> list[int]:
+    """The frames of each video, as far as its inputs tell; [] where they do not."""
+    grid, pixels = inputs.get(GRIDS[VIDEO]), inputs.get(PIXELS[VIDEO])
+    if grid is not None:
+        return [int(steps) for steps in grid[:, 0]]
+    return [pixels.shape[1]] * len(pixels) if isinstance(pixels, Tensor) and pixels.ndim == 5 else []
+
+
+def _near(runs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Runs in groups of those that at most `NEAR` tokens separate."""
+    groups: list[list[tuple[int, int]]] = []
+    for run in runs:
+        if groups and run[0] - groups[-1][-1][1] <= NEAR:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def _apart(group: list[tuple[int, int]]) -> list[Grid]:
+    """The runs of a video as its frames; where they differ in length each is a video of its own."""
+    sizes = [end - begin for begin, end in group]
+    if len(set(sizes)) > 1:
+        return [_grid(1, size) for size in sizes]
+    return [replace(_grid(1, sizes[0]), frames=len(sizes), apart=True)]
+
+
+def _grid(frames: int, tokens: int) -> Grid:
+    """`tokens` as so many frames, square where they can be; what does not divide are marks behind them."""
+    each = tokens // max(frames, 1)
+    side = math.isqrt(each)
+    rows = side if side * side == each else 1
+    return Grid(frames, rows, each // rows, marks=tokens - frames * each)

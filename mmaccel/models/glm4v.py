@@ -1,0 +1,113 @@
+"""GLM-4.1V to GLM-4.6V: partial M-RoPE of neighbouring coordinates; a frame is an image within the marks of a video."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.layout import IMAGE, VIDEO
+from mmaccel.core.registry import register
+from mmaccel.models.modules import rotated
+from mmaccel.models.prompt_layout import Grid, Inputs, ProcessorStyle
+from mmaccel.models.qwen2_5_vl import Qwen25VL
+from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, VID
+
+_TEXT: dict[str, Any] = {
+    **TEXT,
+    "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+}
+_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+}
+_ASIDE: dict[str, Any] = {
+    "image_token_id": IMG,
+    "video_token_id": VID,
+    "image_start_token_id": 194,
+    "image_end_token_id": 195,
+    "video_start_token_id": BEGIN,
+    "video_end_token_id": END,
+}
+
+
+@register("model", "glm4v")
+class Glm4V(Qwen25VL):
+    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
+    facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
+    processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
+    vision_tower = None
+    mixes = False
+    decoder_layers = frozenset()
+    rms_norms = frozenset({"Glm4vRMSNorm", "Glm4vMoeRMSNorm"})
+    gated_mlps = frozenset()
+    rotate_function = ""
+    unable: ClassVar[Mapping[str, str]] = {
+        "streams": "have the time of each frame behind it, and a memory of streams has units of one length"
+    }
+    tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "glm4v": {"text_config": _TEXT, "vision_config": _VISION, **_ASIDE},
+        "glm46v": {
+            "text_config": {**_TEXT, "model_type": "glm4v_text"},
+            "vision_config": {**_VISION, "model_type": "glm4v_vision"},
+            **_ASIDE,
+        },
+        "glm4v_moe": {
+            "text_config": {
+                **_TEXT,
+                "head_dim": 16,
+                "moe_intermediate_size": 32,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "first_k_dense_replace": 1,
+            },
+            "vision_config": _VISION,
+            **_ASIDE,
+        },
+    }
+
+    def spoken(self, config: Any, tokens: list[int], units: int) -> list[int]:
+        if tokens[0] == VID or units > 1:
+            frames = ([194, *[IMG] * len(tokens), 195, 8 + n % 2] for n in range(units))
+            return [BEGIN, *chain.from_iterable(frames), END]
+        return [194, *tokens, 195]
+
+    def kinds(self, config: Any, ids: Tensor) -> Tensor:
+        opened = (ids == config.video_start_token_id).cumsum(1) > (ids == config.video_end_token_id).cumsum(1)
+        shown = ids == config.image_token_id
+        return torch.where(shown, torch.where(opened, VIDEO, IMAGE), 0)
+
+    def placeholders(self, model: nn.Module) -> tuple[int, ...]:
+        config: Any = model.config
+        return (config.image_token_id,)
+
+    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
+        images, videos = super().grids(model, inputs)
+        return images, [replace(video, apart=True) for video in videos]
+
+    def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = angles
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        half = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
+        return torch.cat([turned * cos + half * sin, rest], -1)
+
+
+@register("model", "glm4v_moe")
+class Glm4VMoe(Glm4V):
+    """``Glm4vMoeForConditionalGeneration``, which turns halves of a head."""
+
+    model_types = ("glm4v_moe",)
+
+    def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        return rotated(x, *angles)

@@ -21,7 +21,10 @@ PAGES = (
     "README.md",
     "lab/README.md",
     "bench/README.md",
-    *(f"docs/{n}.md" for n in ("mminference", "mosaic", "speed", "compose", "architecture", "stock")),
+    *(
+        f"docs/{n}.md"
+        for n in ("mminference", "mosaic", "speed", "compose", "architecture", "stock", "families")
+    ),
 )
 ENDS = re.compile(r"\s(?:#|&&|<|>|\|).*")
 """What comes after a command on its line."""

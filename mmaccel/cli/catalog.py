@@ -50,7 +50,7 @@ def list_names(
         return
     found = catalogue()
     if as_json:
-        print_json(found)
+        print_json({**found, "abilities": abilities()})
         return
     table = Table("kind", "names", box=None, pad_edge=False)
     for kind, names in found.items():
@@ -58,6 +58,29 @@ def list_names(
             names = [name if reason is None else f"{name} (no: {reason})" for name, reason in names.items()]
         table.add_row(kind, ", ".join(names) or "(none)")
     out().print(table)
+    families = Table("family", "model types", *next(iter(abilities().values())), box=None, pad_edge=False)
+    for name, can in abilities().items():
+        families.add_row(name, ", ".join(registry("model")[name].model_types), *can.values())
+    out().print(
+        "",
+        families,
+        "A family without captured steps decodes by its own modules, which is slower on CUDA.",
+        sep="\n",
+    )
+
+
+def abilities() -> dict[str, dict[str, str]]:
+    """Family -> what its models can do: "yes", or "no"."""
+    found = {}
+    for name in registry("model"):
+        family: Any = registry("model")[name]
+        can = {what: what not in family.unable for what in ("streams", "drafts", "pruning")}
+        can |= {
+            "vision pruners": family.vision_tower is not None,
+            "captured steps": bool(family.decoder_layers),
+        }
+        found[name] = {what: "yes" if able else "no" for what, able in can.items()}
+    return found
 
 
 def describe(

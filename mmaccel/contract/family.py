@@ -208,10 +208,10 @@ def _masked(tried: _Tried, masks: Mapping[int, Tensor]) -> Iterator[None]:
     """The plain model with eager attention, whose layers see what `masks` say."""
     tried.model.set_attn_implementation("eager")
     handles = []
-    for module in tried.family.attentions(tried.model):
+    for number, module in enumerate(tried.family.attentions(tried.model)):
 
-        def given(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            seen = masks.get(module.layer_idx)
+        def given(module: Any, args: Any, kwargs: dict[str, Any], number: int = number) -> Any:
+            seen = masks.get(number)
             if seen is None:
                 return None
             bias = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
@@ -245,9 +245,14 @@ def _generation(tried: _Tried) -> Iterator[Row]:
         },
         "draft tree": {"draft": {"name": "tree", "model": copy.deepcopy(tried.model)}},
     }
-    unable = tried.family.unable
+    lacking = {
+        "kv offload": "streams",
+        "draft prompt_lookup": "drafts",
+        "draft sequential": "drafting",
+        "draft tree": "trees",
+    }
     for name, recipe in choices.items():
-        if ("streams" in unable and name == "kv offload") or ("drafts" in unable and "draft" in recipe):
+        if lacking.get(name) in tried.family.unable:
             yield name, *tried.refused(recipe)
             continue
         with accelerate(tried.model, **recipe) as fast:

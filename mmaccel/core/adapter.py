@@ -125,7 +125,8 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models cannot do, and why: of "streams", "pruning" and "drafts" those that they lack."""
+    """What its models cannot do, and why: of "streams", "pruning", "drafts", "trees" (drafts that propose these, or read the
+    target's memory) and "drafting" (being a draft)."""
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:
@@ -218,16 +219,17 @@ class ModelAdapter(ABC):
 
     def check(self, model: nn.Module, recipe: Any) -> None:
         """Raise `RecipeError` for what of a recipe the model cannot do (`unable`, `first_cut`)."""
-        who, prune = f"models of the family {self.name!r}", recipe.prune
+        who, prune, draft = f"models of the family {self.name!r}", recipe.prune, recipe.draft
         asked = {
-            "streams": ("kv", not recipe.kv.sequences),
-            "pruning": ("prune", prune is not None),
-            "drafts": ("draft", recipe.draft.active),
+            "streams": ("kv", recipe.kv, not recipe.kv.sequences),
+            "pruning": ("prune", prune or draft.pruner, (prune or draft.pruner) is not None),
+            "drafts": ("draft", draft, draft.active),
+            "trees": ("draft", draft, bool({"trees", "memory"} & draft.needs)),
         }
-        for what, why in self.unable.items():
-            kind, wanted = asked[what]
+        for what in self.unable.keys() & asked.keys():
+            kind, part, wanted = asked[what]
             if wanted:
-                raise RecipeError(f"{kind} {getattr(recipe, kind).name!r}: {who} {why}; leave {kind} out.")
+                raise RecipeError(f"{kind} {part.name!r}: {who} {self.unable[what]}; leave {kind} out.")
         layers = [] if prune is None else [one.layer for one in prune.stages(self.geometry(model).layers)]
         first = self.first_cut(model)
         if layers and 0 < layers[0] < first:
@@ -329,7 +331,10 @@ class ModelView:
                 self._loaded[model] = self.adapter.load(model, like=self.model)
             model = self._loaded[model]
         model = unwrapped(model)
-        return ModelView(model, self.resolve(model), self.resolve)
+        adapter = self.resolve(model)
+        if why := adapter.unable.get("drafting"):
+            raise ModelError(f"models of the family {adapter.name!r} {why}.")
+        return ModelView(model, adapter, self.resolve)
 
     def reader(self, model: str | nn.Module) -> ModelView | None:
         """As `peer`, of a causal language model without vision; None where `model` is anything else."""

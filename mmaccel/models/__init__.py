@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmaccel.models import generic, glm4v, llava_onevision, qwen2_5_vl, qwen3_vl
+from mmaccel.models import generic, glm4v, llava_onevision, qwen2_5_vl, qwen3_5, qwen3_vl
 from mmaccel.models.loading import resolve
 
-__all__ = ["generic", "glm4v", "llava_onevision", "load_processor", "qwen2_5_vl", "qwen3_vl"]
+__all__ = ["generic", "glm4v", "llava_onevision", "load_processor", "qwen2_5_vl", "qwen3_5", "qwen3_vl"]
 
 
 def load_processor(name: str | Path, *, special_tokens: bool = True) -> Any:

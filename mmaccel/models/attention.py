@@ -34,6 +34,9 @@ from mmaccel.core.recipe import Recipe
 ATTENTION = "mmaccel"
 """The name of `attention` among transformers' attention functions."""
 
+LAYERS = "mmaccel_layers"
+"""The attribute of a config under which it keeps layer -> its number among those of attention; without it all have some."""
+
 PLAIN = "mmaccel_plain_attention"
 """The attribute of a config under which it keeps the model's own config, for calls beside a pass of a stream."""
 
@@ -61,7 +64,8 @@ def attention(
         return _plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     gives = kwargs.get("output_attentions") and not getattr(run, "stream", False)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer: Any = module.layer_idx
+    layer = getattr(module.config, LAYERS, {}).get(layer, layer)  # type: ignore[union-attr]
     asks = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if torch.compiler.is_compiling() and run.ticket is not None and not gives and not asks:
         return layer_attend(run.ticket, layer, query, key, value, scale), None
@@ -283,11 +287,20 @@ class _Layer(CacheLayerMixin):
 class KVCache(Cache):
     """A `KVState` as a transformers cache. It serves the accelerated model that opened it, no other."""
 
-    def __init__(self, state: KVState, layers: int) -> None:
-        self.state = state
+    def __init__(self, state: KVState, layers: int, states: Mapping[int, Any] | None = None) -> None:
+        """`layers` of attention; and the `states` of other layers (`recurrent.Recurrent`), by the numbers of these."""
+        self.state, self.states = state, states or {}
         self.door = _Door()
         self.sequence: Columns | None = None
-        super().__init__(layers=[_Layer(state, self.door, index) for index in range(layers)])
+        own = iter([_Layer(state, self.door, index) for index in range(layers)])
+        count = layers + len(self.states)
+        super().__init__(layers=[self.states.get(n) or next(own) for n in range(count)])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.state.length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.state.length() + int(query_length), 0
 
     @contextmanager
     def at_work(self, ticket: Tensor | None = None) -> Iterator[None]:
@@ -303,11 +316,16 @@ class KVCache(Cache):
         """Negative: forget that many columns. Positive (older callers): the length to keep."""
         count = int(max_length)
         if count:
-            self.state.truncate(count if count > 0 else self.state.length() + count)
+            length = count if count > 0 else self.state.length() + count
+            for one in self.states.values():
+                one.truncate(length, self)
+            self.state.truncate(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the batch rows `beam_idx` [B']: keys, values and what is known of their columns."""
         self.state.reorder(beam_idx)
+        for one in self.states.values():
+            one.reorder_cache(beam_idx)
         if (known := self.sequence) is not None:
             self.sequence = Columns(known.layout.pick(beam_idx), known.delta[beam_idx])
 
@@ -322,6 +340,8 @@ class KVCache(Cache):
     def reset(self) -> None:
         self.sequence = None
         self.state.reset()
+        for one in self.states.values():
+            one.reset()
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,9 +128,13 @@ class Family(ModelFamily):
 
     def whole_geometry(self, model: nn.Module) -> Geometry:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        return self.sizes(config, config.num_hidden_layers)
+
+    def sizes(self, config: Any, layers: int) -> Geometry:
+        """Those of a text model's `config`, of which so many layers have attention."""
         heads = config.num_attention_heads
         return Geometry(
-            layers=config.num_hidden_layers,
+            layers=layers,
             heads=heads,
             kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -169,6 +173,21 @@ class Family(ModelFamily):
     def attentions(self, model: nn.Module) -> list[nn.Module]:
         """The attention modules of the decoder layers that have one."""
         return [layer.self_attn for layer in self.layers(model) if hasattr(layer, "self_attn")]  # type: ignore[misc]
+
+    def states(self, model: nn.Module) -> dict[int, nn.Module]:
+        """The modules of layers that keep a running state instead of keys and values, by the number of the layer."""
+        return {}
+
+    def cache(self, model: nn.Module, state: KVState) -> Any:
+        """`state` as a cache of transformers for `model`."""
+        from mmaccel.models.attention import KVCache
+
+        states = self.states(model)
+        if not states:
+            return KVCache(state, self.geometry(model).layers)
+        from mmaccel.models.recurrent import Recurrent
+
+        return KVCache(state, self.geometry(model).layers, {n: Recurrent(one) for n, one in states.items()})
 
     def rotary(self, model: nn.Module) -> nn.Module:
         """The rotary embedding module of the language model."""
@@ -364,7 +383,11 @@ class Family(ModelFamily):
         return cos[:, None], sin[:, None]
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        return rotated(x, *angles)
+        size = angles[0].shape[-1]
+        whole = size == x.shape[-1]
+        return (
+            rotated(x, *angles) if whole else torch.cat([rotated(x[..., :size], *angles), x[..., size:]], -1)
+        )
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         if self.rotate_function and layer_ops.fusible(x) and x.shape[-1] == angles[0].shape[-1]:

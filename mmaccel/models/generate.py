@@ -128,7 +128,7 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
         if isinstance(cache, KVCache) and before is not None:
             # A memory that forgets may not reach back so far; the next call then says so itself.
             with suppress(ModelError):
-                cache.state.truncate(before[1])
+                cache.crop(before[1] - cache.get_seq_length())
                 cache.sequence = before[0]
         warn(
             "max_time: the time ran out before the prompt was read, so no token was generated; give more seconds."

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
-from mmaccel.models.modules import rotated
+from mmaccel.models.family import Family
 from mmaccel.models.prompt_layout import Grid, Inputs, ProcessorStyle
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, VID
@@ -42,7 +42,7 @@ _ASIDE: dict[str, Any] = {
 
 @register("model", "glm4v")
 class Glm4V(Qwen25VL):
-    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``."""
+    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``: frames are images between times."""
 
     model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
     facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
@@ -105,9 +105,9 @@ class Glm4V(Qwen25VL):
 
 @register("model", "glm4v_moe")
 class Glm4VMoe(Glm4V):
-    """``Glm4vMoeForConditionalGeneration``, which turns halves of a head."""
+    """``Glm4vMoeForConditionalGeneration``, which turns the halves of a head and not its neighbours."""
 
     model_types = ("glm4v_moe",)
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        return rotated(x, *angles)
+        return Family.apply_rope(self, x, angles)

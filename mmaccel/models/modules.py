@@ -136,11 +136,9 @@ def _turned(
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., D] rotated by angles [..., R], the first half of its first R coordinates paired with the second."""
-    size = cos.shape[-1]
-    if size < x.shape[-1]:
-        return torch.cat([rotated(x[..., :size], cos, sin), x[..., size:]], -1)
-    return x * cos + torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
+    """`x` [..., D] rotated by angles [..., D], the first half of its coordinates paired with the second."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
 def is_norm(module: nn.Module, family: Any) -> bool:

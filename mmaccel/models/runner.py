@@ -53,14 +53,12 @@ class HFRunner(Runner):
                     "state: a plain model keeps everything; leave state out, or accelerate the model."
                 )
             return open_runner(model, family, DynamicCache())
-        from mmaccel.models.attention import KVCache
-
         if state is None and not owner.recipe.kv.sequences:
             # The recipe's memory is of a call's own prompt; who runs the model beside it, as a draft may, sees everything.
             full = registry("kv").build(DEFAULTS["kv"])
             state = full.open(owner.view.geometry, owner.view, owner.view.device)
         state = owner.open_state() if state is None else state
-        return open_runner(model, family, KVCache(state, owner.view.geometry.layers))
+        return open_runner(model, family, family.cache(model, state))
 
     @torch.no_grad()
     def prefill(
@@ -141,6 +139,8 @@ class HFRunner(Runner):
     @torch.no_grad()
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         self._last = count = ids.shape[1]
+        if branches is not None and getattr(self.cache, "states", None):
+            raise ModelError(f"{self.family.name}: {self.family.unable['trees']}; propose chains.")
         if self.steps is not None:
             if width := self.steps.width(count, branches):
                 return self.steps(self._memory(), self.delta, ids, width, branches)
@@ -208,6 +208,9 @@ class HFRunner(Runner):
 
     def accept(self, path: Tensor) -> None:
         state = getattr(self.cache, "state", None) or self._moved
+        if getattr(self.cache, "states", None):
+            self.truncate(self.length() - self._last + path.numel())
+            return
         if state is not None:
             state.accept(path)
             return

@@ -41,7 +41,10 @@ def model(kind: str, layers: int = 2, hidden: int = 64, seed: int = 0):
 
 
 BUILD = {name: partial(model, name) for name in KINDS}
-EVERY = {**BUILD, **{kind: partial(model, kind) for kind in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe")}}
+EVERY = {
+    **BUILD,
+    **{kind: partial(model, kind) for kind in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")},
+}
 qwen, llava = BUILD["qwen"], BUILD["llava"]
 
 

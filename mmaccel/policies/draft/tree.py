@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class Tree(PeerStrategy):
     prune  a pruner of stage "draft"
     kv     the memory of the draft's own stream, in a session; null: one like the target's
     """
+
+    needs: ClassVar[frozenset[str]] = PeerStrategy.needs | {"trees"}
 
     shape: str = "static"
     depth: int = 5

@@ -1,0 +1,91 @@
+"""Qwen3.5: Gated DeltaNet layers between layers of gated attention; recipes act on the layers of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import Geometry
+from mmaccel.core.registry import register
+from mmaccel.models.qwen3_vl import Qwen3VL
+from mmaccel.models.tiny import ASIDE, MROPE, TEXT
+
+_KINDS = ["linear_attention", "full_attention"] * 3
+_TEXT: dict[str, Any] = {
+    **TEXT,
+    "num_hidden_layers": len(_KINDS),
+    "layer_types": _KINDS,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        **MROPE,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.25,
+    },
+}
+_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+}
+
+
+@register("model", "qwen3_5")
+class Qwen35(Qwen3VL):
+    """``Qwen3_5ForConditionalGeneration``, ``Qwen3_5MoeForConditionalGeneration``: recipes count layers of attention."""
+
+    model_types = ("qwen3_5", "qwen3_5_moe")
+    rms_norms = frozenset()
+    gated_mlps = frozenset({"Qwen3_5MLP"})
+    rotate_function = ""
+    unable: ClassVar[Mapping[str, str]] = {
+        **Qwen3VL.unable,
+        "pruning": "have layers with a running state, which has seen all tokens of a prompt",
+        "trees": "have layers with a running state, which no row of a tree has for itself",
+        "drafting": "keep a running state; give a draft model with attention alone",
+    }
+    tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "qwen3_5": {"text_config": _TEXT, "vision_config": _VISION, **ASIDE},
+        "qwen3_5_moe": {
+            "text_config": {
+                **_TEXT,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 32,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+            "vision_config": _VISION,
+            **ASIDE,
+        },
+    }
+
+    def whole_geometry(self, model: nn.Module) -> Geometry:
+        config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        kinds = list(config.layer_types)
+        return self.sizes(config, kinds.count("full_attention"))
+
+    def geometry(self, model: nn.Module) -> Geometry:
+        return self.whole_geometry(model)  # the rows of q_proj are queries and their gates
+
+    def first_cut(self, model: nn.Module) -> int:
+        return 1
+
+    def states(self, model: nn.Module) -> dict[int, nn.Module]:
+        layers: Any = self.layers(model)
+        return {n: layer.linear_attn for n, layer in enumerate(layers) if hasattr(layer, "linear_attn")}
+
+    def _heads(self, model: nn.Module, layer: int, rows: Tensor, which: str) -> Tensor:
+        own: Any = self.layers(model)[layer].self_attn
+        out = getattr(own, f"{which}_proj")(rows).unflatten(
+            -1, (-1, own.head_dim * (2 if which == "q" else 1))
+        )
+        return getattr(own, f"{which}_norm")(out[..., : own.head_dim]).transpose(1, 2)  # type: ignore[no-any-return]

@@ -1,0 +1,111 @@
+"""Layers that keep a running state (Gated DeltaNet) in our cache: rolled back as the columns of attention are.
+
+A state cannot be cut back. So a layer notes the rows that enter it since a mark, at which it kept a copy of its state; to go
+back it takes the copy and runs the rows that stay once more. Two marks are kept, `REACH` rows or more apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
+
+from mmaccel.core.errors import ModelError
+
+REACH = 128
+"""Rows that a sequence can be rolled back at least, once its prompt has been read."""
+
+
+@dataclass
+class _Mark:
+    """The state after `length` columns, None for none; and the rows [B, n, E] since."""
+
+    length: int
+    state: tuple[Tensor, Tensor] | None
+    rows: list[Tensor] = field(default_factory=list)
+
+
+class Recurrent(LinearAttentionLayer):
+    """The running state of one layer, whose module is `module`."""
+
+    is_sliding = False
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module: Any = module
+        self.length = 0
+        self._marks: list[_Mark] = []
+        self._again = False
+
+    def note(self, rows: Tensor) -> None:
+        """`rows` [B, n, E] are about to enter the layer."""
+        count = rows.shape[1]
+        if self._again:
+            return
+        if count > REACH:
+            # A prompt: there is no way back into it.
+            self._marks = []
+        else:
+            if not self._marks or self.length + count - self._marks[-1].length > REACH:
+                self._marks = [*self._marks[-1:], _Mark(self.length, self._copied())]
+            self._marks[-1].rows.append(rows.detach())
+        self.length += count
+
+    def _copied(self) -> tuple[Tensor, Tensor] | None:
+        if not self.has_previous_state[0]:
+            return None
+        return self.conv_states[0].clone(), self.recurrent_states[0].clone()  # type: ignore[union-attr]
+
+    def truncate(self, length: int, cache: Any) -> None:
+        """Go back to the first `length` columns of `cache`; raises `ModelError` where no mark is so early."""
+        if length == self.length:
+            return
+        if length == 0:
+            self.reset()
+            return
+        while self._marks and self._marks[-1].length > length:
+            self._marks.pop()
+        if not self._marks:
+            raise ModelError(
+                f"a running state goes back at most {REACH} tokens, and not into a prompt; start from a new cache."
+            )
+        mark = self._marks[-1]
+        rows = torch.cat(mark.rows, 1)[:, : length - mark.length]
+        mark.rows, self.length = [rows], length
+        if mark.state is None:
+            super().reset()
+        else:
+            for held, kept in zip((self.conv_states, self.recurrent_states), mark.state, strict=True):
+                held[0].copy_(kept)  # type: ignore[union-attr]
+        if rows.shape[1]:
+            self._again = True
+            try:
+                self.module(hidden_states=rows, cache_params=cache, attention_mask=None)
+            finally:
+                self._again = False
+
+    def reset(self) -> None:
+        super().reset()
+        self.length, self._marks = 0, []
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        for mark in self._marks:
+            mark.rows = [rows[beam_idx.to(rows.device)] for rows in mark.rows]
+            if mark.state is not None:
+                conv, recurrent = (one[beam_idx.to(one.device)] for one in mark.state)
+                mark.state = conv, recurrent
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+def noted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A pre-hook of a layer's module: tells its state of the rows that come."""
+    cache = kwargs.get("cache_params")
+    layer = None if cache is None else cache.layers[module.layer_idx]
+    if isinstance(layer, Recurrent):
+        layer.note(args[0] if args else kwargs["hidden_states"])

@@ -1,0 +1,149 @@
+"""Layers with a running state beside layers of attention: rolled back with the columns, in calls of every kind."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
+from mmaccel.core.errors import ModelError
+from mmaccel.core.registry import register
+from mmaccel.models import recurrent
+from mmaccel.models.runner import HFRunner
+from mmaccel.policies.draft.sequential import Sequential
+from tests.models.tiny_random import EVERY, batch, prompt
+
+
+@register("draft", "test_echo")
+@dataclass(frozen=True, kw_only=True)
+class Echo(DraftStrategy):
+    """The last three tokens, once more."""
+
+    needs: ClassVar = frozenset({"rollback"})
+    max_rollback: ClassVar = 4
+
+    def open(self, target: Any) -> DraftState:
+        return _Echo()
+
+
+class _Echo(DraftState):
+    def begin(self, prompt: Any) -> None:
+        self.ids = prompt.ids[0].tolist()
+
+    def propose(self) -> Proposal:
+        return Proposal(torch.tensor(self.ids[-3:]))
+
+    def observe(self, committed: torch.Tensor, kept: int) -> None:
+        self.ids += committed.tolist()
+
+
+PIECES = [("text", 6), ("video", 12), ("text", 9)]
+pytestmark = pytest.mark.numeric(by="torch")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = EVERY["qwen3_5"](layers=6)
+    made.generation_config.eos_token_id = None
+    return made
+
+
+@pytest.fixture(scope="module")
+def inputs() -> Any:
+    return prompt("qwen3_5", PIECES)
+
+
+def test_geometry_counts_layers_of_attention(model: Any) -> None:
+    family = adapter_for(model)
+    shape = family.geometry(model)
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (3, 4, 2, 32)
+    with mmaccel.accelerate(model, sparse={"name": "a_shape", "block": 16, "sink": 16, "window": 32}) as fast:
+        model.generate(**prompt("qwen3_5", [("text", 6), ("video", 40)]), max_new_tokens=2, do_sample=False)
+        assert fast.report().heads() == {"a_shape": 12}
+    with pytest.raises(mmaccel.MmaccelError, match="there is no layer 3"):
+        mmaccel.accelerate(model, dense_layers=[3])
+
+
+def test_a_draft_that_is_often_wrong(model: Any, inputs: Any) -> None:
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    with mmaccel.accelerate(model, draft=Echo()) as fast:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), plain)
+        told = fast.report().draft
+    assert told["failed"] is None and told["accepted"] < told["proposed"] > 20
+
+
+@torch.no_grad()
+def test_a_step_taken_back_leaves_no_trace(model: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back by any number of tokens, over a mark too; and not into the prompt."""
+    monkeypatch.setattr(recurrent, "REACH", 12)
+    ids = torch.randint(3, 180, (1, 40), generator=torch.Generator().manual_seed(3))
+    with mmaccel.accelerate(model):
+        one, other = (HFRunner.open(model, adapter_for(model)) for _ in range(2))
+        for runner in (one, other):
+            runner.prefill(inputs)
+        length = one.length()
+        want = torch.cat([one.step(part) for part in ids.split([3, 7, 10, 20], 1)], 1)
+        done = 0
+        for wrong, count in ((4, 3), (1, 7), (9, 1), (5, 9), (11, 4), (12, 8), (2, 8)):
+            other.step(torch.full((1, wrong), 7))
+            other.truncate(length + done)
+            said = other.step(ids[:, done : done + count])
+            assert (said - want[:, done : done + count]).abs().max() <= 1e-5
+            done += count
+        assert done == 40
+        with pytest.raises(ModelError, match="not into a prompt"):
+            other.truncate(length - 1)
+        other.truncate(0)
+        assert (other.prefill(inputs) - model(**inputs).logits[:, -1]).abs().max() <= 1e-5
+
+
+def test_beams_batches_and_turns(model: Any, inputs: Any) -> None:
+    several = batch(
+        "qwen3_5", [inputs, prompt("qwen3_5", [("text", 3), ("video", 12), ("text", 20)], seed=4)]
+    )
+    calls = [
+        (inputs, {"num_beams": 3}),
+        (several, {}),
+        (inputs, {"num_return_sequences": 2, "num_beams": 2}),
+        (inputs, {"use_cache": False}),
+    ]
+    for given, more in calls:
+        told = {"max_new_tokens": 6, "do_sample": False, **more}
+        plain = model.generate(**given, **told)
+        for recipe in ({}, {"chunk": 64}):
+            with mmaccel.accelerate(model, **recipe):
+                assert torch.equal(model.generate(**given, **told), plain), (more, recipe)
+
+
+def test_a_later_turn_goes_on_from_the_cache(model: Any, inputs: Any) -> None:
+    told = {"max_new_tokens": 5, "do_sample": False}
+    more = torch.randint(3, 180, (1, 6), generator=torch.Generator().manual_seed(9))
+    said = []
+    for recipe in ({}, {"draft": "prompt_lookup"}, None):
+        attached = None if recipe is None else mmaccel.accelerate(model, **recipe)
+        first = model.generate(**inputs, **told, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, more], 1)
+        turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        said.append(model.generate(**turn, past_key_values=first.past_key_values, **told))
+        if attached is not None:
+            attached.detach()
+    assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
+
+
+def test_what_it_lacks_is_refused_before_anything_changes(model: Any) -> None:
+    before = dict(model.__dict__)
+    for recipe, said in (
+        ({"prune": "fastv"}, "running state, which has seen all tokens"),
+        ({"kv": "mosaic"}, "units of one length"),
+        ({"draft": Sequential(model=copy.deepcopy(model))}, "keep a running state"),
+        ({"draft": "sparse_to_dense"}, "no row of a tree"),
+    ):
+        with pytest.raises(mmaccel.MmaccelError, match=said):
+            mmaccel.accelerate(model, **recipe)
+    assert model.__dict__.keys() == before.keys()

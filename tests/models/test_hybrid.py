@@ -13,18 +13,17 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
 from mmaccel.core.errors import ModelError
-from mmaccel.core.registry import register
 from mmaccel.models import recurrent
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft.sequential import Sequential
 from tests.models.tiny_random import EVERY, batch, prompt
 
 
-@register("draft", "test_echo")
 @dataclass(frozen=True, kw_only=True)
 class Echo(DraftStrategy):
     """The last three tokens, once more."""
 
+    name: ClassVar = "echo"
     needs: ClassVar = frozenset({"rollback"})
     max_rollback: ClassVar = 4
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import unwrapped
-from mmaccel.core.attach import ModelFamily, accelerate, family_of
+from mmaccel.core.attach import accelerate, family_of
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.layout import VIDEO
 
@@ -57,10 +57,10 @@ def check_family(model_or_class: Any, *, quiet: bool = False) -> list[Row]:
 
     Prints a table, and returns its rows; raises `ModelError` that names the checks that failed.
     """
-    given: Any = unwrapped(model_or_class) if isinstance(model_or_class, nn.Module) else model_or_class
-    kind = given.config.model_type if isinstance(given, nn.Module) else given.config_class.model_type
+    form: Any = type(unwrapped(model_or_class)) if isinstance(model_or_class, nn.Module) else model_or_class
+    kind = form.config_class.model_type
     family = family_of(kind)
-    tried = _Tried(family, family.sampler(type(given) if isinstance(given, nn.Module) else given))
+    tried = _Tried(family, family.sampler(form))
     rows = [row for check in CHECKS for row in check(tried)]
     if not quiet:
         wide = max(len(name) for name, _, _ in rows)
@@ -78,8 +78,8 @@ def check_family(model_or_class: Any, *, quiet: bool = False) -> list[Row]:
 class _Tried:
     """A tiny model, its plain answer, and what recipes make of it."""
 
-    def __init__(self, family: ModelFamily, sampler: Any) -> None:
-        self.family: Any = family
+    def __init__(self, family: Any, sampler: Any) -> None:
+        self.family = family
         self.sampler = sampler
         self.model: Any = sampler.model()
         self.model.generation_config.eos_token_id = None
@@ -148,17 +148,18 @@ def _patterns(tried: _Tried) -> Iterator[Row]:
         yield f"all by {name}", *tried.off({"sparse": {"name": name, "block": BLOCK, **budget}}, EXACT)
     attend = tried.model.config._attn_implementation
     for name, budget in SPARSE.items():
-        recipe = {"sparse": {"name": name, "block": BLOCK, **budget}, "dense_tail": 0}
+        recipe: dict[str, Any] = {"sparse": {"name": name, "block": BLOCK, **budget}, "dense_tail": 0}
         masks: dict[int, Tensor] = {}
         with accelerate(tried.model, backend="reference", **recipe) as fast:
-            plan = fast.attention.plan
+            attention: Any = fast.attention
+            plan = attention.plan
 
             def recorded(layer: int, *given: Any, plan: Callable[..., Any] = plan, masks: Any = masks) -> Any:
                 made = plan(layer, *given)
                 masks[layer] = made.to_mask()
                 return made
 
-            fast.attention.plan = recorded  # type: ignore[method-assign]
+            attention.plan = recorded
             ours = tried.logits(tried.inputs)
         length = ours.shape[1]
         share = max(float(mask.float().mean()) for mask in masks.values()) * 2 * length / (length + 1)
@@ -198,7 +199,7 @@ def _in_chunks(tried: _Tried, recipe: Mapping[str, Any], whole: Tensor, name: st
         # By content each piece chooses anew: it has to run, and to be sparse.
         with accelerate(tried.model, chunk=chunk, **recipe) as fast:
             finite = bool(torch.isfinite(tried.logits(tried.inputs)).all())
-            kept = fast.report().kept
+            kept = fast.report().kept or 0.0
         return f"{kept:.0%} kept", finite and 0 < kept < 1
     return tried.off({**recipe, "chunk": chunk}, CLOSE, plain=whole)
 

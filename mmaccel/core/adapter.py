@@ -213,6 +213,10 @@ class ModelAdapter(ABC):
     def load(self, path: str, like: nn.Module) -> nn.Module:
         """The model saved in folder `path`, in the dtype and on the device of `like`; its outline if that is one."""
 
+    def serves(self, kind: str) -> bool:
+        """Of a family whose model type is "*": whether it takes models of type `kind`, which no other family has."""
+        return kind in self.model_types
+
     def sampler(self, kind: type[nn.Module]) -> Any:
         """What makes tiny models of class `kind` and prompts for them (`models.tiny.Sampler`)."""
         raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")

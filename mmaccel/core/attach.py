@@ -205,11 +205,11 @@ def family_of(kind: str) -> ModelFamily:
     """The adapter of a model type, as config.json names it; raises `ModelError` with the list of families."""
     known: list[Any] = [*registry("model").values()]
     families: dict[str, Any] = {t: one for one in reversed(known) for t in one.model_types}
-    if kind not in families:
-        raise ModelError(
-            f"model type {kind!r} is not supported; supported are {', '.join(sorted(families))}."
-        )
-    adapter: ModelFamily = families[kind]()
+    every = families.pop("*", None)
+    adapter: ModelFamily | None = families[kind]() if kind in families else every and every()
+    if adapter is None or not (kind in families or adapter.serves(kind)):
+        listed = ", ".join(sorted(families))
+        raise ModelError(f"model type {kind!r} is not supported; supported are {listed}.")
     return adapter
 
 

@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -26,16 +25,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel.core.adapter import Columns as Columns
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.recipe import Recipe
+from mmaccel.models.packed import PackedPass
+from mmaccel.models.prompt_layout import LAYERS
 
 ATTENTION = "mmaccel"
 """The name of `attention` among transformers' attention functions."""
-
-LAYERS = "mmaccel_layers"
-"""The attribute of a config under which it keeps layer -> its number among those of attention; without it all have some."""
 
 PLAIN = "mmaccel_plain_attention"
 """The attribute of a config under which it keeps the model's own config, for calls beside a pass of a stream."""
@@ -342,50 +339,6 @@ class KVCache(Cache):
         self.state.reset()
         for one in self.states.values():
             one.reset()
-
-
-@dataclass(frozen=True, eq=False)
-class PackedPass:
-    """A prefill of packed sequences, without a memory.
-
-    runs  (row of the batch, its columns, the run of these alone) for each sequence; together they cover the batch
-    """
-
-    runs: tuple[tuple[int, slice, ForwardPass], ...]
-    ticket: Tensor | None = field(default=None, init=False)
-
-    @classmethod
-    def of(cls, run: ForwardPass, packed: Tensor) -> PackedPass:
-        """`run` over a whole batch, cut where the sequence number `packed` [B, S] of its columns changes."""
-        runs = []
-        for b, row in enumerate(packed):
-            begin = 0
-            for size in torch.unique_consecutive(row, return_counts=True)[1].tolist():
-                columns = slice(begin, begin + size)
-                layout = _alone(run.layout.sequence(b).take(columns))
-                runs.append((b, columns, replace(run, layout=layout, listed={})))
-                begin += size
-        return cls(tuple(runs))
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[B, H, S, D]: attention of query [B, H, S, D] to key and value [B, G, S, D], within each sequence."""
-        out = value.new_empty(*query.shape[:3], value.shape[-1])
-        for b, columns, run in self.runs:
-            some = (slice(b, b + 1), slice(None), columns)
-            out[some] = run.attend(layer, query[some], key[some], value[some], scale)
-        return out
-
-
-def _alone(layout: TokenLayout) -> TokenLayout:
-    """The layout of a part of a sequence as if nothing stood before it."""
-    framed = layout.frame >= 0
-    first = layout.frame.masked_fill(~framed, torch.iinfo(layout.frame.dtype).max).amin(1, keepdim=True)
-    return replace(
-        layout,
-        position=layout.position - layout.position[:, :1],
-        segment=layout.segment - layout.segment[:, :1],
-        frame=torch.where(framed, layout.frame - first, layout.frame),
-    )
 
 
 class MaxLength(StoppingCriteria):

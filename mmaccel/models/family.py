@@ -26,6 +26,7 @@ from mmaccel.models import deepstack, shards
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import normed, rotated
 from mmaccel.models.prompt_layout import (
+    LAYERS,
     PIXELS,
     Grid,
     Inputs,
@@ -178,6 +179,11 @@ class Family(ModelFamily):
         """The modules of layers that keep a running state instead of keys and values, by the number of the layer."""
         return {}
 
+    def numbered(self, model: nn.Module) -> dict[str, dict[int, int]]:
+        """For a config: the number among layers of attention of each layer that has it, where some keep a state instead."""
+        modules: list[Any] = self.attentions(model) if self.states(model) else []
+        return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
+
     def cache(self, model: nn.Module, state: KVState) -> Any:
         """`state` as a cache of transformers for `model`."""
         from mmaccel.models.attention import KVCache
@@ -190,7 +196,6 @@ class Family(ModelFamily):
         return KVCache(state, self.geometry(model).layers, {n: Recurrent(one) for n, one in states.items()})
 
     def rotary(self, model: nn.Module) -> nn.Module:
-        """The rotary embedding module of the language model."""
         return self.text(model).rotary_emb  # type: ignore[return-value]
 
     def pointwise(self, model: nn.Module) -> list[nn.Module]:
@@ -205,7 +210,6 @@ class Family(ModelFamily):
         return None
 
     def words(self, model: nn.Module) -> nn.Embedding:
-        """The embedding of words."""
         return model.get_input_embeddings()  # type: ignore[operator, no-any-return]
 
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
@@ -338,7 +342,7 @@ class Family(ModelFamily):
         raise self._lacks("which pixels are a frame's")
 
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
-        """How many patches the vision tower makes of `pixels`, as the model's processor gives them."""
+        """How many patches the vision tower makes of `pixels`."""
         raise self._lacks("how many patches its vision tower sees")
 
     def encoded(

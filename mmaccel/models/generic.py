@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.adapter import ConfigOnlyModel
+from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
@@ -185,6 +187,58 @@ class Generic(Family):
         if kinds is None or not any(is_given(given.get(name)) for name in GRIDS.values()):
             return plain.expand(3, -1, -1)
         return index(**given)[0]  # type: ignore[no-any-return]
+
+
+@register("model", "other")
+class Other(Generic):
+    """Every other model of images or video in transformers whose layers all have full attention; none is tried here."""
+
+    model_types = ("*",)
+    tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    unable: ClassVar[Mapping[str, str]] = {
+        **Generic.unable,
+        "pruning": "have layers that mmaccel does not know how to read between",
+    }
+
+    def serves(self, kind: str) -> bool:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+        return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    def check(self, model: nn.Module, recipe: Any) -> None:
+        config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        kind = str(model.config.model_type)  # type: ignore[union-attr]
+        if why := self._odd(model, config):
+            raise ModelError(f"model type {kind!r} is not supported: {why}.")
+        super().check(model, recipe)
+        if kind not in _TOLD:
+            _TOLD.add(kind)
+            warn(
+                f"model type {kind!r} is served as any other: patterns, windows and drafts act; streams and pruners do not, "
+                "nor do patterns by modality where its placeholders are not known."
+            )
+
+    def _odd(self, model: nn.Module, config: Any) -> str | None:
+        """What of the model no recipe may be laid on."""
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+        if kinds:
+            return f"it has layers of the kind {min(kinds)!r}"
+        if getattr(config, "cross_attention_layers", None):
+            return "it has layers of cross-attention"
+        if getattr(config, "num_key_value_heads", None) is None or getattr(config, "kv_lora_rank", None):
+            return "its keys and values are not those of grouped heads"
+        if isinstance(model, ConfigOnlyModel):
+            return None
+        layers, attentions = self.layers(model), self.attentions(model)
+        known = all(hasattr(one, name) for one in attentions for name in ("q_proj", "k_proj", "layer_idx"))
+        if len(layers) != len(attentions) or not known:
+            return "not all of its layers are self-attention with projections of queries and keys"
+        windows = any(getattr(one, "sliding_window", None) for one in attentions)
+        return "some of its layers see a window alone" if windows else None
+
+
+_TOLD: set[str] = set()
+"""Model types of which it was said what does not act."""
 
 
 def _token(config: Any, kind: str) -> int | None:

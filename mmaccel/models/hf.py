@@ -28,7 +28,6 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.attention import NOTE, PASS, ForwardPass, Note
 from mmaccel.models.attention import (
     ATTENTION,
-    LAYERS,
     Columns,
     KVCache,
     MaxLength,
@@ -41,6 +40,7 @@ from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import by_parts, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import by_name, new_inputs, of_columns, positions_of
 from mmaccel.models.pruning import Pruning
+from mmaccel.models.recurrent import noted
 from mmaccel.models.signals import hear
 
 
@@ -81,18 +81,10 @@ class Attachment(Attaching):
         self.gate.drain("accelerate", (model, self.multimodal, self.text))
         hooks.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
         self.shared: Any = self.text.config
+        hooks.attention(self.text.modules(), self.shared, ATTENTION, **family.numbered(model))
         self.states = family.states(model)
-        known = (
-            {module.layer_idx: n for n, module in enumerate(family.attentions(model))}
-            if self.states
-            else None
-        )
-        hooks.attention(self.text.modules(), self.shared, ATTENTION, **({LAYERS: known} if known else {}))
-        if self.states:
-            from mmaccel.models.recurrent import noted
-
-            for one in self.states.values():
-                hooks.before(one, noted)
+        for one in self.states.values():
+            hooks.before(one, noted)
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         by_parts(hooks, family, model)
         if recipe.prune is not None and recipe.kv.sequences:
@@ -300,7 +292,7 @@ class Attachment(Attaching):
         if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
             self.owner.attention.meter.enter(int(new.valid.sum()), start)
         if self.states and mask is not None:
-            kwargs["attention_mask"] = mask  # for layers that keep a running state
+            kwargs["attention_mask"] = mask
         if packed is not None:
             return PackedPass.of(run, packed), kwargs, False
         return run, kwargs, lent and not self._caches(kwargs)
@@ -384,10 +376,7 @@ class Attachment(Attaching):
     ) -> tuple[ForwardPass, dict[str, Any]]:
         """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `Ended` where the time is up."""
         self.time_left()
-        part = of_columns(kwargs, slice(begin, end))
-        if part.get("attention_mask") is not None:
-            part["attention_mask"] = part["attention_mask"][:, : run.start + end]
-        return run.part(begin, end), part
+        return run.part(begin, end), of_columns(kwargs, slice(begin, end), run.start)
 
     def time_left(self) -> float | None:
         """Seconds left of the `generate` of this thread, None without a limit; raises `Ended` when they are used up."""

@@ -25,6 +25,10 @@ HEAD = 3
 """Most tokens of markup at the start of a message: its start token, the role, a line break."""
 
 
+LAYERS = "mmaccel_layers"
+"""The attribute of a config under which it keeps layer -> its number among those of attention; without it all have some."""
+
+
 @dataclass(frozen=True)
 class Grid:
     """The tokens of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame.
@@ -183,9 +187,11 @@ def _columns_of(grid: Grid, kind: int, kinds: list[int], begin: int) -> list[ran
     return found
 
 
-def of_columns(kwargs: Mapping[str, Any], columns: slice | Tensor) -> dict[str, Any]:
-    """The arguments of a text model's forward for some of its new `columns` alone: a slice, or numbers [n]."""
+def of_columns(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int = 0) -> dict[str, Any]:
+    """The arguments of a text model's forward for some of its new `columns` alone, after `past`: a slice, or numbers [n]."""
     part = dict(kwargs)
+    if isinstance(columns, slice) and part.get("attention_mask") is not None:
+        part["attention_mask"] = part["attention_mask"][:, : past + columns.stop]
     for name in ("inputs_embeds", "input_ids", "position_ids"):
         if part.get(name) is not None:
             part[name] = part[name][..., columns, :] if name == "inputs_embeds" else part[name][..., columns]

@@ -92,7 +92,7 @@ class Recurrent(LinearAttentionLayer):
         self.length, self._marks = 0, []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         for mark in self._marks:
             mark.rows = [rows[beam_idx.to(rows.device)] for rows in mark.rows]
             if mark.state is not None:

@@ -112,7 +112,7 @@ def test_a_hub_that_is_not_reached_is_no_wrong_name(
     assert "is neither a folder here nor a model that the hub gives; check the name" in told[1]
 
 
-@pytest.mark.parametrize("kind", ["bert", "mllama"])
+@pytest.mark.parametrize("kind", ["bert", "clip"])
 def test_a_family_that_is_not_supported_is_told_unloaded(
     kind: str, call: Call, clip: str, ov: str, tmp_path: Path
 ) -> None:

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import mmaccel
+from mmaccel.core.adapter import ConfigOnlyModel
 from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.models import deepstack
+from mmaccel.models import deepstack, generic
+from mmaccel.models.generic import Generic, Other
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
 from tests.models.tiny_random import sampler
 
-KINDS = sorted(kind for family in registry("model").values() for kind in family.model_types)
+KINDS = sorted(kind for family in registry("model").values() for kind in family.model_types if kind != "*")
 pytestmark = pytest.mark.numeric(by="torch")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_keeps_its_promises(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if kind == "perception_lm" and Version(transformers.__version__) < Version("5.23"):
+        pytest.importorskip("timm")
     rows = mmaccel.check_family(sampler(kind).kind)
     assert all(kept for _, _, kept in rows) and len(rows) > 20
     assert f"{kind} ({family_of(kind).name})" in capsys.readouterr().out
@@ -58,3 +66,36 @@ def test_a_family_without_a_tiny_model_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Qwen3VL, "tiny", {})
     with pytest.raises(ModelError, match="does not say how a tiny 'qwen3_vl' is made"):
         mmaccel.check_family(sampler("qwen3_vl").kind)
+
+
+def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idefics3 is built as SmolVLM is; of a model with windows or states nothing is taken on trust."""
+    like = Generic.tiny["smolvlm"]
+    monkeypatch.setattr(Other, "tiny", {"idefics3": {**like, "pad_token_id": 0}})
+    monkeypatch.setattr(
+        Other, "piece", lambda self, config, *a: Generic.piece(self, like_smolvlm(config), *a)
+    )
+    monkeypatch.setattr(
+        Other, "finished", lambda self, config, made: Generic.finished(self, like_smolvlm(config), made)
+    )
+    generic._TOLD.discard("idefics3")
+    with pytest.warns(mmaccel.MmaccelWarning, match="'idefics3' is served as any other: patterns, windows"):
+        rows = mmaccel.check_family(transformers.Idefics3ForConditionalGeneration, quiet=True)
+    model = family_of("idefics3").sampler(transformers.Idefics3ForConditionalGeneration).model()
+    model.model.text_model.layers[1].self_attn.sliding_window = 8
+    with pytest.raises(
+        ModelError, match="'idefics3' is not supported: some of its layers see a window alone"
+    ):
+        mmaccel.accelerate(model)
+    assert ("prune fastv", True) in [(name, kept) for name, _, kept in rows]
+
+
+def like_smolvlm(config: Any) -> Any:
+    return SimpleNamespace(model_type="smolvlm", image_token_id=config.image_token_id)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mllama"])
+def test_a_model_of_other_layers_is_refused(kind: str) -> None:
+    config = transformers.CONFIG_MAPPING[kind]()
+    with pytest.raises(ModelError, match=f"model type '{kind}' is not supported: "):
+        family_of(kind).check(ConfigOnlyModel(config), Recipe())

@@ -249,7 +249,7 @@ def _generation(tried: _Tried) -> Iterator[Row]:
     lacking = {
         "kv offload": "streams",
         "draft prompt_lookup": "drafts",
-        "draft sequential": "drafting",
+        "draft sequential": "drafts",
         "draft tree": "trees",
     }
     for name, recipe in choices.items():

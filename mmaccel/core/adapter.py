@@ -125,8 +125,8 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models cannot do, and why: of "streams", "pruning", "drafts", "trees" (drafts that propose these, or read the
-    target's memory) and "drafting" (being a draft)."""
+    """What its models cannot do, and why: of "streams", "pruning", "drafts" and "trees" (drafts that propose these, or read
+    the target's memory)."""
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:
@@ -335,10 +335,7 @@ class ModelView:
                 self._loaded[model] = self.adapter.load(model, like=self.model)
             model = self._loaded[model]
         model = unwrapped(model)
-        adapter = self.resolve(model)
-        if why := adapter.unable.get("drafting"):
-            raise ModelError(f"models of the family {adapter.name!r} {why}.")
-        return ModelView(model, adapter, self.resolve)
+        return ModelView(model, self.resolve(model), self.resolve)
 
     def reader(self, model: str | nn.Module) -> ModelView | None:
         """As `peer`, of a causal language model without vision; None where `model` is anything else."""

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, StoppingCriteria
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -313,9 +313,10 @@ class KVCache(Cache):
         """Negative: forget that many columns. Positive (older callers): the length to keep."""
         count = int(max_length)
         if count:
-            length = count if count > 0 else self.state.length() + count
+            held = self.state.length()
+            length = count if count > 0 else held + count
             for one in self.states.values():
-                one.truncate(length, self)
+                one.crop(length - held)
             self.state.truncate(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -339,6 +340,18 @@ class KVCache(Cache):
         self.state.reset()
         for one in self.states.values():
             one.reset()
+
+
+def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any:
+    """`state` as a cache of transformers for `model`; None: one of transformers' own that can be rolled back."""
+    states, layers = family.states(model), family.geometry(model).layers
+    if not states:
+        return DynamicCache() if state is None else KVCache(state, layers)
+    from mmaccel.models.recurrent import Recurrent, dynamic
+
+    if state is None:
+        return dynamic(model, states)
+    return KVCache(state, layers, {number: Recurrent(module) for number, module in states.items()})
 
 
 class MaxLength(StoppingCriteria):

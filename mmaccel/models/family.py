@@ -184,17 +184,6 @@ class Family(ModelFamily):
         modules: list[Any] = self.attentions(model) if self.states(model) else []
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
 
-    def cache(self, model: nn.Module, state: KVState) -> Any:
-        """`state` as a cache of transformers for `model`."""
-        from mmaccel.models.attention import KVCache
-
-        states = self.states(model)
-        if not states:
-            return KVCache(state, self.geometry(model).layers)
-        from mmaccel.models.recurrent import Recurrent
-
-        return KVCache(state, self.geometry(model).layers, {n: Recurrent(one) for n, one in states.items()})
-
     def rotary(self, model: nn.Module) -> nn.Module:
         return self.text(model).rotary_emb  # type: ignore[return-value]
 

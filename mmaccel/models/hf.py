@@ -32,6 +32,7 @@ from mmaccel.models.attention import (
     KVCache,
     MaxLength,
     PackedPass,
+    cache_of,
     check_forward,
     packed_in,
     ticket_of,
@@ -40,7 +41,7 @@ from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import by_parts, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import by_name, new_inputs, of_columns, positions_of
 from mmaccel.models.pruning import Pruning
-from mmaccel.models.recurrent import noted
+from mmaccel.models.recurrent import note_in
 from mmaccel.models.signals import hear
 
 
@@ -83,8 +84,7 @@ class Attachment(Attaching):
         self.shared: Any = self.text.config
         hooks.attention(self.text.modules(), self.shared, ATTENTION, **family.numbered(model))
         self.states = family.states(model)
-        for one in self.states.values():
-            hooks.before(one, noted)
+        note_in(hooks, self.states.values())
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         by_parts(hooks, family, model)
         if recipe.prune is not None and recipe.kv.sequences:
@@ -105,7 +105,7 @@ class Attachment(Attaching):
 
     def cache(self) -> KVCache:
         """A fresh cache of the recipe's memory."""
-        cache: KVCache = self.family.cache(self.model, self.owner.open_state())
+        cache: KVCache = cache_of(self.model, self.family, self.owner.open_state())
         self.opened(cache.state, cache)
         return cache
 

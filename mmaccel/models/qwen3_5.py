@@ -51,7 +51,6 @@ class Qwen35(Qwen3VL):
         **Qwen3VL.unable,
         "pruning": "have layers with a running state, which has seen all tokens of a prompt",
         "trees": "have layers with a running state, which no row of a tree has for itself",
-        "drafting": "keep a running state; give a draft model with attention alone",
     }
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "qwen3_5": {"text_config": _TEXT, "vision_config": _VISION, **ASIDE},

@@ -6,14 +6,18 @@ back it takes the copy and runs the rows that stay once more. Two marks are kept
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from mmaccel.core.errors import ModelError
+from mmaccel.models.install import Hooks, shared_hooks
 
 REACH = 128
 """Rows that a sequence can be rolled back at least, once its prompt has been read."""
@@ -31,12 +35,13 @@ class _Mark:
 class Recurrent(LinearAttentionLayer):
     """The running state of one layer, whose module is `module`."""
 
-    is_sliding = False
+    is_sliding, is_croppable = False, True
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module: Any = module
         self.length = 0
+        self.cache: Callable[[], Any] = lambda: None
         self._marks: list[_Mark] = []
         self._again = False
 
@@ -59,8 +64,9 @@ class Recurrent(LinearAttentionLayer):
             return None
         return self.conv_states[0].clone(), self.recurrent_states[0].clone()  # type: ignore[union-attr]
 
-    def truncate(self, length: int, cache: Any) -> None:
-        """Go back to the first `length` columns of `cache`; raises `ModelError` where no mark is so early."""
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns; raises `ModelError` where no mark is so early."""
+        length = self.length - abs(int(tokens_to_remove))
         if length == self.length:
             return
         if length == 0:
@@ -83,7 +89,7 @@ class Recurrent(LinearAttentionLayer):
         if rows.shape[1]:
             self._again = True
             try:
-                self.module(hidden_states=rows, cache_params=cache, attention_mask=None)
+                self.module(hidden_states=rows, cache_params=self.cache(), attention_mask=None)
             finally:
                 self._again = False
 
@@ -108,4 +114,23 @@ def noted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
     if isinstance(layer, Recurrent):
+        layer.cache = ref(cache)  # type: ignore[arg-type]
         layer.note(args[0] if args else kwargs["hidden_states"])
+
+
+def note_in(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
+    """Let the states of `modules` hear of the rows that come."""
+    for module in modules:
+        hooks.before(module, noted)
+
+
+def dynamic(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
+    """A cache of transformers for the plain `model`, in which the states of these layers can be rolled back."""
+    cache: Any = DynamicCache(config=model.config)  # type: ignore[arg-type]
+    cache.states = {number: Recurrent(module) for number, module in states.items()}
+    for number, state in cache.states.items():
+        cache.layers[number] = state
+    heard = ExitStack()
+    heard.enter_context(shared_hooks(model, "noted", lambda hooks: note_in(hooks, states.values())))
+    finalize(cache, heard.close).atexit = False
+    return cache

@@ -66,6 +66,8 @@ class Sampler:
         given = copy.deepcopy(dict(self.family.tiny[form.model_type]))
         if layers is not None:
             given["text_config"]["num_hidden_layers"] = layers
+            if kinds := given["text_config"].get("layer_types"):
+                given["text_config"]["layer_types"] = (kinds * layers)[:layers]
         if hidden is not None:
             given["text_config"]["hidden_size"] = hidden
             if "out_hidden_size" in given["vision_config"]:

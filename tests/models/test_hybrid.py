@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -102,6 +103,37 @@ def test_a_step_taken_back_leaves_no_trace(model: Any, inputs: Any, monkeypatch:
         assert (other.prefill(inputs) - model(**inputs).logits[:, -1]).abs().max() <= 1e-5
 
 
+def test_as_a_draft_it_goes_back_too(model: Any, inputs: Any) -> None:
+    """A draft like the target is taken whole; one with other weights is wrong, and what it ran is forgotten."""
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    for seed, whole in ((0, True), (1, False)):
+        other = EVERY["qwen3_5"](layers=6, seed=seed)
+        with mmaccel.accelerate(model, draft=Sequential(model=other, window=4)) as fast:
+            assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
+            told = fast.report().draft
+        assert told["failed"] is None and (told["accepted"] == told["proposed"]) == whole
+        gc.collect()
+        hooks = [m._forward_pre_hooks for m in other.modules() if m._forward_pre_hooks]
+        assert not hooks
+
+
+@torch.no_grad()
+def test_a_plain_model_goes_back_as_an_accelerated_one(model: Any, inputs: Any) -> None:
+    family, ids = (
+        adapter_for(model),
+        torch.randint(3, 180, (1, 9), generator=torch.Generator().manual_seed(5)),
+    )
+    one, other = (HFRunner.open(model, family) for _ in range(2))
+    for runner in (one, other):
+        runner.prefill(inputs)
+    length = one.length()
+    want = one.step(ids)
+    other.step(ids[:, :4])
+    other.step(torch.tensor([[7, 7, 7]]))
+    other.truncate(length + 4)
+    assert (other.step(ids[:, 4:]) - want[:, 4:]).abs().max() <= 1e-5
+
+
 def test_beams_batches_and_turns(model: Any, inputs: Any) -> None:
     several = batch(
         "qwen3_5", [inputs, prompt("qwen3_5", [("text", 3), ("video", 12), ("text", 20)], seed=4)]
@@ -140,7 +172,10 @@ def test_what_it_lacks_is_refused_before_anything_changes(model: Any) -> None:
     for recipe, said in (
         ({"prune": "fastv"}, "running state, which has seen all tokens"),
         ({"kv": "mosaic"}, "units of one length"),
-        ({"draft": Sequential(model=copy.deepcopy(model))}, "keep a running state"),
+        (
+            {"draft": Sequential(model=copy.deepcopy(model), prune="uv")},
+            "running state, which has seen all tokens",
+        ),
         ({"draft": "sparse_to_dense"}, "no row of a tree"),
     ):
         with pytest.raises(mmaccel.MmaccelError, match=said):

@@ -22,7 +22,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, Pace, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import registry
-from mmaccel.models import deepstack, shards
+from mmaccel.models import causal, deepstack, shards
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import normed, rotated
 from mmaccel.models.prompt_layout import (
@@ -106,12 +106,10 @@ class Family(ModelFamily):
         return HFStreamAdapter(unwrapped(model), self, processor)
 
     def reader(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
-        from mmaccel.models.causal import causal
         from mmaccel.models.loading import load_reader
 
         found = load_reader(model, like) if isinstance(model, str) else model
-        adapter = None if found is None else causal(found)
-        return None if adapter is None or found is None else (found, adapter)
+        return (found, Causal()) if found is not None and causal.reads(found) else None
 
     def pace(self, model: nn.Module) -> int:
         """Frames that the vision tower takes as one step of time."""
@@ -122,7 +120,7 @@ class Family(ModelFamily):
         if isinstance(model, ConfigOnlyModel):
             return whole
         attention, size = next(iter(self.attentions(model)), None), whole.head_dim
-        heads, groups = shards.rows_of(attention, "q_proj"), shards.rows_of(attention, "k_proj")
+        heads, groups = _rows_of(attention, "q_proj"), _rows_of(attention, "k_proj")
         if not heads or not groups or heads % size or groups % size:
             return whole
         return replace(whole, heads=heads // size, kv_heads=groups // size)
@@ -282,8 +280,7 @@ class Family(ModelFamily):
         return (mask.long().cumsum(1) - 1).clamp(min=0)
 
     def steps(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
-        """[units] long: what the first rotary coordinate of each unit of the video of `inputs` is beyond that of unit 0,
-        were it `units` units long."""
+        """[units] long: how far the first rotary coordinate of each unit of a video of so many is beyond that of unit 0."""
         count = self.layout(model, {**inputs, "attention_mask": None}).frame
         first = int((count == 0).sum())
         return torch.arange(units, device=count.device) * first
@@ -387,3 +384,17 @@ class Family(ModelFamily):
             layer_ops.rotate_(x, *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.apply_rope(x, angles))
+
+
+class Causal(causal.WithoutVision, Family):
+    """``AutoModelForCausalLM`` of any kind whose cache can be cut back to an earlier token."""
+
+
+def _rows_of(module: Any, name: str) -> int | None:
+    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
+    weight is no matrix of floating numbers, such as a quantized one."""
+    weight = getattr(getattr(module, name, None), "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    # A DTensor has the shape of the whole.
+    return int(getattr(weight, "_local_tensor", weight).shape[0])

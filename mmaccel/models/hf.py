@@ -1,5 +1,4 @@
-"""The forward passes of an accelerated model, whose methods are wrapped on the instance (our attention and cache:
-attention.py; `generate`: generate.py).
+"""The forward passes of an accelerated model, whose methods are wrapped on the instance (attention.py, generate.py).
 
 Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
 our copy of their config. What an attached model carries is: that copy, and instance wrappers of the `forward` of the
@@ -41,7 +40,7 @@ from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import by_parts, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import by_name, new_inputs, of_columns, positions_of
 from mmaccel.models.pruning import Pruning
-from mmaccel.models.recurrent import note_in
+from mmaccel.models.recurrent import noted
 from mmaccel.models.signals import hear
 
 
@@ -84,7 +83,8 @@ class Attachment(Attaching):
         self.shared: Any = self.text.config
         hooks.attention(self.text.modules(), self.shared, ATTENTION, **family.numbered(model))
         self.states = family.states(model)
-        note_in(hooks, self.states.values())
+        for one in self.states.values():
+            hooks.before(one, noted)
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         by_parts(hooks, family, model)
         if recipe.prune is not None and recipe.kv.sequences:

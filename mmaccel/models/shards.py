@@ -43,16 +43,6 @@ def own(model: nn.Module, heads: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
-def rows_of(module: Any, name: str) -> int | None:
-    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
-    weight is no matrix of floating numbers, such as a quantized one."""
-    weight = getattr(getattr(module, name, None), "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return None
-    # A DTensor has the shape of the whole.
-    return int(getattr(weight, "_local_tensor", weight).shape[0])
-
-
 def count(model: nn.Module) -> int:
     """How many processes share each layer of a model (tensor parallelism)."""
     return getattr(model, "tp_size", None) or 1

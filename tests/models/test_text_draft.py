@@ -14,7 +14,6 @@ import mmaccel
 from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelError, ModelError
 from mmaccel.models import loading, step
-from mmaccel.models.causal import causal
 from mmaccel.policies.draft import Sequential, TextOnly
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, prompt
@@ -67,7 +66,7 @@ def test_its_steps_are_those_that_are_captured(family, monkeypatch: pytest.Monke
     inputs, draft = prompt(name, PROMPTS["text"]), words_of(target)
     plain = target.generate(**inputs, max_new_tokens=12, do_sample=False)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    assert causal(draft).runner(draft).steps is not None
+    assert reads(draft) and Causal().runner(draft).steps is not None
     with mmaccel.accelerate(target, draft=TextOnly(model=draft, window=3)) as fast:
         assert torch.equal(target.generate(**inputs, max_new_tokens=12, do_sample=False), plain)
         told = fast.report().draft

@@ -14,6 +14,8 @@ import mmaccel
 from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelError, ModelError
 from mmaccel.models import loading, step
+from mmaccel.models.causal import reads
+from mmaccel.models.family import Causal
 from mmaccel.policies.draft import Sequential, TextOnly
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -16,7 +16,7 @@ class WithoutVision:
     """Of a `Family`: the whole model is the language model, and prompts are words."""
 
     name = "text"
-    model_types = ()
+    model_types: ClassVar[tuple[str, ...]] = ()
     decoder_layers = frozenset({"Qwen2DecoderLayer", "Qwen2_5_VLDecoderLayer"})
 
     def geometry(self: Any, model: nn.Module) -> Geometry:

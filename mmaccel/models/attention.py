@@ -354,6 +354,11 @@ def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any
     return KVCache(state, layers, {number: Recurrent(module) for number, module in states.items()})
 
 
+def without_cache(out: Any) -> Any:
+    """A model's output without its cache. (Set to None, it would stay among what the output has as a mapping.)"""
+    return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
+
+
 class MaxLength(StoppingCriteria):
     """Ends each sequence [B] at `ends` [B] columns, where its positions are used up, and says so once.
 

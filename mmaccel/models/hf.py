@@ -35,6 +35,7 @@ from mmaccel.models.attention import (
     check_forward,
     packed_in,
     ticket_of,
+    without_cache,
 )
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import by_parts, in_chunks, rotate_by
@@ -223,9 +224,7 @@ class Attachment(Attaching):
         if isinstance(run, PackedPass):
             return self._pass(run, kwargs)
         out = self._go(run, kwargs) if self.pruning is None else self._pruned(run, kwargs, self._go)
-        if lent:
-            out.past_key_values = None
-        return out
+        return without_cache(out) if lent else out
 
     def _begun(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -367,9 +366,7 @@ class Attachment(Attaching):
             whole.hidden_states = tuple(
                 torch.cat(h, 1) for h in zip(*(o.hidden_states for o in outputs), strict=True)
             )
-        if own:
-            whole.past_key_values = None
-        return whole
+        return without_cache(whole) if own else whole
 
     def _piece(
         self, run: ForwardPass, kwargs: dict[str, Any], begin: int, end: int

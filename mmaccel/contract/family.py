@@ -47,8 +47,8 @@ Row = tuple[str, str, bool]
 """A check, what was found, and whether it is as promised."""
 
 
-def check_family(model_or_class: Any, *, quiet: bool = False) -> list[Row]:
-    """Try a family on a tiny model of the same class as `model_or_class`, with random weights in float32 on the CPU.
+def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu") -> list[Row]:
+    """Try a family on a tiny model of the same class as `model_or_class`, with random weights in float32 on `device`.
 
     Compared with the plain model: the dense recipe, whole and in chunks; patterns that list everything, and patterns at less
     than half of the pairs against eager attention under their masks; a padded batch; drafts, token by token; a pruner that
@@ -60,7 +60,7 @@ def check_family(model_or_class: Any, *, quiet: bool = False) -> list[Row]:
     form: Any = type(unwrapped(model_or_class)) if isinstance(model_or_class, nn.Module) else model_or_class
     kind = form.config_class.model_type
     family = family_of(kind)
-    tried = _Tried(family, family.sampler(form))
+    tried = _Tried(family, family.sampler(form), device)
     rows = [row for check in CHECKS for row in check(tried)]
     if not quiet:
         wide = max(len(name) for name, _, _ in rows)
@@ -78,10 +78,10 @@ def check_family(model_or_class: Any, *, quiet: bool = False) -> list[Row]:
 class _Tried:
     """A tiny model, its plain answer, and what recipes make of it."""
 
-    def __init__(self, family: Any, sampler: Any) -> None:
+    def __init__(self, family: Any, sampler: Any, device: str) -> None:
         self.family = family
         self.sampler = sampler
-        self.model: Any = sampler.model()
+        self.model: Any = sampler.model().to(device)
         self.model.generation_config.eos_token_id = None
         self.depth = family.geometry(self.model).layers
         self.pieces = [piece for piece in PIECES if self.family.mixes or piece[0] != "image"]
@@ -89,7 +89,8 @@ class _Tried:
         self.plain = self.logits(self.inputs)
 
     def prompt(self, pieces: Any, seed: int = 0) -> dict[str, Tensor]:
-        return self.sampler.prompt(self.model.config, pieces, seed)  # type: ignore[no-any-return]
+        made = self.sampler.prompt(self.model.config, pieces, seed)
+        return {name: x.to(self.model.device) for name, x in made.items()}
 
     @torch.no_grad()
     def logits(self, inputs: Mapping[str, Tensor], **more: Any) -> Tensor:
@@ -181,7 +182,7 @@ def _patterns(tried: _Tried) -> Iterator[Row]:
 
 def _mask(name: str, modality: Tensor) -> Tensor | None:
     """[S, S]: the pairs of a pattern of `SPARSE`, written from its definition; None where these follow from content."""
-    rows = torch.arange(len(modality))[:, None]
+    rows = torch.arange(len(modality), device=modality.device)[:, None]
     if name == "a_shape":
         return (rows >= rows.T) & ((rows - rows.T < 32) | (rows.T < 16))
     if name != "boundary_2d":
@@ -215,7 +216,9 @@ def _masked(tried: _Tried, masks: Mapping[int, Tensor]) -> Iterator[None]:
             seen = masks.get(number)
             if seen is None:
                 return None
-            bias = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
+            bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(
+                ~seen, torch.finfo(torch.float32).min
+            )
             return args, {**kwargs, "attention_mask": bias}
 
         handles.append(module.register_forward_pre_hook(given, with_kwargs=True))

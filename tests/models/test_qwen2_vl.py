@@ -10,8 +10,12 @@ import torch
 import transformers
 
 import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.models import step
 from mmaccel.models.processor import Processor
+from mmaccel.models.runner import HFRunner
 from tests.models.streams import FPS, QUESTION, film, pair
+from tests.models.tiny_random import EVERY, PROMPTS, prompt
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +66,16 @@ def test_a_session_says_what_the_plain_model_says(
         with session._live.asked(QUESTION, 4) as asked:
             said = asked.logits[0].clone()
     assert (said - plain).abs().max() <= 1e-4
+
+
+def test_its_steps_are_those_that_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = EVERY["qwen2_vl"]()
+    made.generation_config.eos_token_id = None
+    inputs = prompt("qwen2_vl", PROMPTS["interleaved"])
+    plain = made.generate(**inputs, max_new_tokens=10, do_sample=False)
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    with mmaccel.accelerate(made, draft="prompt_lookup") as fast:
+        runner = HFRunner.open(made, adapter_for(made))
+        assert runner.steps is not None
+        assert torch.equal(made.generate(**inputs, max_new_tokens=10, do_sample=False), plain)
+        assert fast.report().new_tokens == 10

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 import mmaccel
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import attention, modules
-from tests.models.tiny_random import BUILD, prompt
+from tests.models.tiny_random import BUILD, EVERY, prompt
 
 PIECES = [("text", 6), ("video", 36), ("text", 9)]
 LONGER = [("text", 8), ("video", 44), ("text", 11)]
@@ -33,9 +33,11 @@ def traced(model: Any, prompts: list[Any], **how: Any) -> tuple[list[torch.Tenso
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["llava", pytest.param("qwen", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llava", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen", "qwen3_vl", "qwen3_5"))]
+)
 def test_compiled_it_says_what_it_said(family: str) -> None:
-    model, inputs = BUILD[family](), prompt(family, PIECES)
+    model, inputs = EVERY[family](), prompt(family, PIECES)
     with torch.no_grad(), mmaccel.accelerate(model, RECIPE) as fast:
         plain = model(**inputs).logits
         said, breaks = traced(model, [inputs, inputs])  # once traced, once more by what was traced

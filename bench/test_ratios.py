@@ -4,7 +4,7 @@ A case is a pair of functions, timed in CPU seconds, so that a machine's speed a
 small calls has a twin of many small calls, one of few large ones a twin of such. The two run in strict turns, and in each
 turn a function is called until `STRETCH` seconds are over, so that its own caches are warm for most of its time. What
 counts is the median over all turns of time / twin's time: a burst of other work moves few turns, and up as often as down.
-The turns end when the median is surely below `LIMIT` times the committed ratio (`ratios.json`), or after `MOST` seconds.
+The turns end when the median is surely below `LIMIT` times this processor's ratio in `ratios.json`, or after `MOST` seconds.
 A median above that limit fails and names its case.
 
     make bench BENCH='-k clustering --write "splits look at fewer units"'    # commit a new ratio, and why
@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from committed import commit, ratio_of
 from torch import Tensor
 
 import mmaccel
@@ -35,7 +36,6 @@ from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.report import write_whole
 
 LIMIT = 1.25
 STRETCH, LEAST, MOST = 0.01, 3.0, 6.0
@@ -372,7 +372,7 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
     why, plant = request.config.getoption("--write"), request.config.getoption("--plant")
     committed = json.loads(path.read_text()) if path.exists() else {}
     assert why or name in committed, f"{name} has no committed ratio; run it with --write and the reason."
-    before = 0.0 if why else committed[name]["ratio"]  # nothing is below 0: a new ratio takes all the time
+    before = 0.0 if why else ratio_of(committed[name])  # nothing is below 0: a new ratio takes all the time
     with torch.no_grad():
         work, twin = CASES[name]()
         measured = slowed(work, plant)
@@ -386,10 +386,9 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
 
         ratio = median_ratio(turn, LIMIT * before)
     if why:
-        before = round(ratio, 4)
-        committed[name] = {"ratio": before, "why": why}
-        write_whole(path, json.dumps(dict(sorted(committed.items())), indent=1) + "\n")
+        before = ratio
+        commit(path, name, ratio, why)
     benchmark.extra_info.update(ratio=ratio, committed=before, turns=len(benchmark.stats.stats.data) - 1)
     slower = ratio > LIMIT * before
-    said = f"{name} takes {ratio:.4f} of its twin's time; {before} is committed."
+    said = f"{name} takes {ratio:.4f} of its twin's time; {before:.4f} is committed."
     assert slower == (plant > 1), said if slower else f"{said} A slowdown of {plant} is not caught."

@@ -21,7 +21,8 @@ def bench() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCH))
         yield importlib.import_module("test_ratios")
-    sys.modules.pop("test_ratios")
+    for name in ("test_ratios", "committed"):
+        sys.modules.pop(name)
 
 
 class Noisy:
@@ -64,13 +65,34 @@ def least_of_blocks(noisy: Noisy, limit: float) -> float:
         return min(statistics.median(noisy.turn() for _ in range(block)) for _ in range(4))
 
     found = [least()]
-    return statistics.median(found + [least(), least()] if found[0] > 0.9 * limit else found)
+    return statistics.median([*found, least(), least()] if found[0] > 0.9 * limit else found)
 
 
 def test_every_case_has_a_committed_ratio_and_a_reason(bench):
     committed = json.loads((BENCH / "ratios.json").read_text())
     assert set(committed) == set(bench.CASES)
-    assert all(one["ratio"] > 0 and len(one["why"].split()) > 2 for one in committed.values())
+    for case in committed.values():
+        assert len(case["why"].split()) > 2
+        assert case["ratios"] and all(ratio > 0 for ratio in case["ratios"].values())
+
+
+def test_a_processor_has_its_own_ratio_or_the_mean_of_the_others(bench, monkeypatch, tmp_path):
+    path, here = tmp_path / "ratios.json", ["one"]
+    monkeypatch.setattr("committed.processor", lambda: here[0])
+
+    def seen() -> list[float]:
+        found = []
+        for here[0] in ("one", "two", "three"):
+            found.append(bench.ratio_of(json.loads(path.read_text())["case"]))
+        return found
+
+    bench.commit(path, "case", 1.0, "for a reason")
+    here[0] = "two"
+    bench.commit(path, "case", 4.0, "for a reason")
+    assert seen() == pytest.approx([1.0, 4.0, 2.0])
+    here[0] = "two"
+    bench.commit(path, "case", 3.0, "for another reason")
+    assert seen() == pytest.approx([3.0, 3.0, 3.0])
 
 
 @pytest.mark.parametrize("each", [0.01, 0.1])

@@ -1,9 +1,4 @@
-"""The ratios that `make bench` compares with (`ratios.json`): of each case by processor, and why they are as they are.
-
-{"clustering": {"why": "splits look at fewer units", "ratios": {"AMD EPYC, family 26, model 2": 3.7}}}
-"""
-
-from __future__ import annotations
+"""The ratios that `make bench` compares with, `ratios.json`: of each case by processor, and why they are as they are."""
 
 import json
 import platform
@@ -16,19 +11,17 @@ from mmaccel.core.report import write_whole
 
 
 def processor() -> str:
-    """What the system calls this machine's processor."""
+    """What the system says of this machine's processor: "cpu family 26, model 2, model name AMD EPYC"."""
     info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.+)$", text, re.M))
-    if "model name" not in found:
-        return platform.machine()
-    return f"{found['model name']}, family {found.get('cpu family')}, model {found.get('model')}"
+    found = re.findall(
+        r"^(cpu family|model|model name)\s*: (.+)$", info.read_text() if info.exists() else "", re.M
+    )
+    return ", ".join(f"{field} {value}" for field, value in dict(found).items()) or platform.machine()
 
 
 def ratio_of(case: dict[str, Any]) -> float:
     """The ratio of this processor; of one that is not listed, the geometric mean of those that are."""
-    ratios: dict[str, float] = case["ratios"]
-    return ratios.get(processor()) or statistics.geometric_mean(ratios.values())
+    return case["ratios"].get(processor()) or statistics.geometric_mean(case["ratios"].values())
 
 
 def commit(path: Path, name: str, ratio: float, why: str) -> None:

@@ -37,11 +37,10 @@ from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe
 
-LIMIT = 1.25
+LIMIT, SURE = 1.25, 4.0
+"""Limit, and standard deviations of the sign test by which more than half of the turns must lie below it."""
 STRETCH, LEAST, MOST = 0.01, 3.0, 6.0
 """CPU seconds of one function's calls in a turn, and of all turns of a case, at least and at most."""
-SURE = 4.0
-"""Standard deviations of the sign test by which more than half of the turns must lie below the limit."""
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 """What is measured, and its twin."""
 
@@ -120,14 +119,8 @@ def memory(name: str, **fields: Any) -> Any:
     policy: Any = Recipe.load(kv={"name": name, **fields}).kv
     assert isinstance(policy, StreamPolicy)
     head, tokens = contract.HEAD, contract.TOKENS
-    positions = PositionIds(
-        torch.arange(head)[None],
-        head + torch.arange(tokens)[None],
-        lambda n: tokens * torch.arange(n),
-        head + tokens,
-        tokens,
-        10**6,
-    )
+    first, unit = torch.arange(head)[None], head + torch.arange(tokens)[None]
+    positions = PositionIds(first, unit, lambda n: tokens * torch.arange(n), head + tokens, tokens, 10**6)
     stream = Stream(unit=tokens, head=head, pace=1, places=positions, dtype=torch.float32)
     model: Any = contract.Wheel()
     state = policy.stream(stream, contract.GEOMETRY, model, torch.device("cpu"))
@@ -160,11 +153,8 @@ def watch(state: Any, units: int) -> None:
         look = scenes[torch.arange(first, first + count) // 12 % 64]
         times = tuple(float(t) for t in range(first, first + count))
         rows = count * contract.TOKENS
-        run(
-            state,
-            StreamPass(kind="units", rows=rows, first=first, count=count, times=times, look=look),
-            seed=first,
-        )
+        units_pass = StreamPass(kind="units", rows=rows, first=first, count=count, times=times, look=look)
+        run(state, units_pass, seed=first)
     state.idle()
 
 
@@ -271,10 +261,8 @@ def model() -> Any:
     """A trained tiny model, and a prompt of a video for it."""
     from mmaccel_lab.world import World, render
 
-    plain, processor = (
-        mmaccel.load_model("tiny-qwen", dtype=torch.float32),
-        mmaccel.load_processor("tiny-qwen"),
-    )
+    plain = mmaccel.load_model("tiny-qwen", dtype=torch.float32)
+    processor = mmaccel.load_processor("tiny-qwen")
     table = World.generate(3, 16).table()
     return plain, processor, render({name: rows[:16] for name, rows in table.items()}, 42, 70)
 
@@ -344,15 +332,7 @@ def seconds(work: Callable[[], Any], calls: int = 1) -> float:
     return (time.process_time() - began) / calls
 
 
-def stretch(work: Callable[[], Any]) -> Callable[[], float]:
-    """A function that gives the seconds of a call, of as many in a row as take `STRETCH` seconds."""
-    work()
-    return functools.partial(seconds, work, 1 + int(STRETCH / seconds(work)))
-
-
-def median_ratio(
-    turn: Callable[[], float], limit: float, clock: Callable[[], float] = time.process_time
-) -> float:
+def median_ratio(turn: Callable[[], float], limit: float, clock: Any = time.process_time) -> float:
     """The median ratio of as many turns as it takes to see that it is below `limit`, or of `MOST` seconds."""
     ratios: list[float] = []
     began, below = clock(), 0
@@ -375,19 +355,18 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
     before = 0.0 if why else ratio_of(committed[name])  # nothing is below 0: a new ratio takes all the time
     with torch.no_grad():
         work, twin = CASES[name]()
-        measured = slowed(work, plant)
-        benchmark.pedantic(measured)
-        own, other = stretch(measured), stretch(twin)
+        work = slowed(work, plant)
+        benchmark.pedantic(work), twin()
+        calls, calls_of_twin = (1 + int(STRETCH / seconds(one)) for one in (work, twin))
 
         def turn() -> float:
-            of_twin, of_work = other(), own()
-            benchmark.stats.update(of_work)
-            return of_work / of_twin
+            other = seconds(twin, calls_of_twin)
+            benchmark.stats.update(taken := seconds(work, calls))
+            return taken / other
 
         ratio = median_ratio(turn, LIMIT * before)
     if why:
-        before = ratio
-        commit(path, name, ratio, why)
+        commit(path, name, before := ratio, why)
     benchmark.extra_info.update(ratio=ratio, committed=before, turns=len(benchmark.stats.stats.data) - 1)
     slower = ratio > LIMIT * before
     said = f"{name} takes {ratio:.4f} of its twin's time; {before:.4f} is committed."

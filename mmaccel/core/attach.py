@@ -59,15 +59,15 @@ class StreamModel(ABC):
     """One model as a stream uses it: pixels to features, features through the layers.
 
     Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
-    threads are done. P tokens a unit, E hidden size, V vocabulary.
+    threads are done. Decoder layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V vocabulary.
     """
 
     view: ModelView
     pace: int
     """Frames of a unit."""
     dtype: torch.dtype
-    """Of embeddings, keys and values."""
     device: torch.device
+    layer_devices: list[torch.device]
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 

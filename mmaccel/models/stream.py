@@ -55,15 +55,11 @@ class StreamPasses:
     left_out: int | None = None
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
-        places = {str(p.device) for p in family.text(model).parameters()}
-        if len(places) > 1:
-            raise ModelError(
-                f"the model's layers lie on {', '.join(sorted(places))}; a stream needs them on one device."
-            )
         self.model, self.family, self._attachment = model, family, attachment
         self.view = ModelView(model, family, adapter_for)
         self.frames_a_step = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
+        self.layer_devices = [home_of(layer) for layer in family.layers(model)]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         self.attention = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
         if not recipe.sparse.dense:

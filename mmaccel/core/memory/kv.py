@@ -382,6 +382,10 @@ class StreamPolicy(KVPolicy):
             f"kv {self.name!r} is a memory of video streams; call generate, or use a VideoSession."
         )
 
+    def for_layers(self, share: float) -> StreamPolicy:
+        """The memory of a share of the layers, where these lie on several devices: it has that share of budgets in bytes."""
+        return self
+
     @abstractmethod
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

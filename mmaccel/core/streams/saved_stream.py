@@ -14,6 +14,7 @@ from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
+from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.stream_runner import StreamInfo, StreamRunner
 
@@ -102,7 +103,7 @@ def read_stream(
             )
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
             live.stream.places.told(0, live.info.shown(0))
-        live.state.load(data / MEMORY)
+        load_stream(live.state, data / MEMORY)
         if (units := live.state.units()) != facts["units"]:
             raise damaged(data, f"the memory holds {units} units of {facts['units']}")
     except BaseException:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from mmaccel.core.decoding.generate import Deadline, Evidence
 from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Around, Listening
@@ -27,7 +28,6 @@ UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
 ROWS = 1 << 15
 """Tokens of a pass of an ingestion where the recipe has no `chunk`."""
-
 WATCHED = "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest"
 
 
@@ -64,18 +64,18 @@ class StreamRunner:
 
     def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
-        self.adapter, self.kv, self.info = adapter, kv, info
+        self.adapter, self.kv, self.info, self.beside = adapter, kv, info, CarefulDraftStream()
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
-        self.beside = CarefulDraftStream()
         pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
         self.around: Around | None = None if pruner is None else Listening(pruner, depth)
-        self._warned = self._full = self._ingests = False
-        self._pruned: dict[str, float] = {}
+        self._warned, self._full, self._ingests, self._pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.places(info.size, fps), adapter.head().numel()
         self.stream = Stream(unit=info.unit, head=head, pace=adapter.pace, places=places, dtype=adapter.dtype)
-        self.state = kv.stream(self.stream, adapter.view.geometry, adapter.view, adapter.device)
+        one = len(set(adapter.layer_devices)) == 1
+        opened = kv.stream if one else partial(split_stream, kv, adapter.layer_devices)
+        self.state = opened(self.stream, adapter.view.geometry, adapter.view, adapter.device)
 
     @classmethod
     def begin(
@@ -189,7 +189,7 @@ class StreamRunner:
         self._units(state, features)
 
     def _units(self, state: StreamState, features: Tensor, times: Sequence[float] | None = None) -> None:
-        total, done, info = features.shape[0], 0, self.info
+        total, done, info = len(features), 0, self.info
         if info.timed and times is None:
             self.stream.places.told(state.units(), info.shown(state.units()))
         while done < total:

@@ -21,14 +21,12 @@ from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamP
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Around, Listening
-from mmaccel.core.streams.question import QuestionRunner
+from mmaccel.core.streams.question import WATCHED, QuestionRunner, planned_rows
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
 ROWS = 1 << 15
 """Tokens of a pass of an ingestion where the recipe has no `chunk`."""
-
-WATCHED = "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest"
 
 
 @dataclass(eq=False)
@@ -244,8 +242,9 @@ class StreamRunner:
         pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
         before = pending + info.marks.shape[0]
         rows, words = before + len(asking.ids), (before + asking.words[0], before + asking.words[1])
+        planned = planned_rows(adapter.attention.recipe, asking, rows - pending, adapter.device)
         stream_pass = StreamPass(
-            kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh
+            kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh, layout=planned
         )
         if info.timed and not isinstance(state, FrameState):
             # Those of the units that the memory has not taken in yet.

@@ -168,6 +168,8 @@ def film_row(way: str, frames: int, sizes: Sizes, log: Log, floors: Floors) -> d
             with mmaccel.VideoSession(
                 model, processor, None, **recipe_of(way, sizes, model, frames)
             ) as session:
+                if sizes.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
                 seconds = take_in(session, way, count, f"{way}, {count} frames")
                 if count < frames:
                     continue

@@ -187,23 +187,3 @@ def test_a_pruner_of_what_is_recalled_and_a_pattern_act_together() -> None:
         sparse.ask(LONG, 2)
         told, report = sparse.counters(), sparse.report()
     assert told["visual from layer 1"] < told["visual"] and report.kept is not None
-
-
-@pytest.mark.gpu
-def test_on_a_device_no_column_of_a_planned_question_is_hidden(name: str = "random-ov") -> None:
-    """There captured questions have places for clusters to come; a plan is of columns that are all seen."""
-    model, processor = pair(name)
-    model = model.to("cuda")
-    try:
-        found = []
-        for sparse in (ALL, "dense"):
-            how: dict[str, Any] = {"kv": STREAMS["mosaic"], "sparse": sparse, "backend": "reference"}
-            with mmaccel.VideoSession(model, processor, None, **how, dense_tail=16) as session:
-                session.watch(film(FRAMES), fps=FPS)
-                rows = [logits(session, question) for question in (LONG, QUESTION, LONG, QUESTION, LONG)]
-                found.append(torch.stack(rows))
-                session.ask(LONG, 2)
-                assert (session.report().kept is None) == (sparse == "dense")
-        assert (found[0] - found[1]).abs().max() <= 1e-3
-    finally:
-        model.to("cpu")

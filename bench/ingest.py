@@ -76,23 +76,20 @@ def without_tower(frames: int, kinds: int) -> Iterator[None]:
         yield
 
 
-def table(model: nn.Module, share: float = 1.0) -> dict[str, Any]:
-    """Half of the heads of each layer grid, half vertical-slash at multiples of a frame; budgets are `share` of theirs."""
-    shape = adapter_for(model).geometry(model)
-
-    def some(n: int) -> int:
-        return max(4, int(n * share))
-
-    lines = GivenDiagonals(vertical=some(1000), slash=some(1024), pitch=196 if share == 1 else 16)
+def table(model: nn.Module, small: bool) -> dict[str, Any]:
+    """Half of the heads of each layer grid, half vertical-slash at multiples of a frame."""
+    shape, block = adapter_for(model).geometry(model), 16 if small else 64
+    budgets = {"vertical": 16, "slash": 16, "pitch": 16} if small else {"slash": 1024, "pitch": 196}
+    lines = GivenDiagonals(block=block, **budgets)
     heads = {head: lines if head % 2 else {"name": "grid", "stride": "frame"} for head in range(shape.heads)}
-    return {"name": "per_head", "table": dict.fromkeys(range(shape.layers), heads)}
+    return {"name": "per_head", "block": block, "table": dict.fromkeys(range(shape.layers), heads)}
 
 
 def recipe_of(way: str, sizes: Sizes, model: nn.Module, frames: int) -> dict[str, Any]:
     """The choices of a session: "window", "sparse" or "dense"."""
     chunk = 512 if sizes.small else None
     if way == "sparse":
-        sparse = table(model, 0.05 if sizes.small else 1.0)
+        sparse = table(model, sizes.small)
         return {"kv": sizes.kv("mosaic"), "sparse": sparse, "chunk": chunk}
     more = {"ingest_frames": frames} if way == "dense" else {}
     # The passes of a window are what `watch` makes of it by itself.
@@ -294,7 +291,7 @@ def capped_step(name: str) -> Callable[[argparse.Namespace, Log], None]:
         tokens = PROMPTS[name] // (1 if options.shrink == 1 else 500 * options.shrink)
         inputs = long_prompt(processor, max(tokens, 1000), next(model.parameters()).dtype)
         how: dict[str, Any] = {"kv": sizes.kv("mosaic", positions="compact")}
-        how["sparse"] = table(model, 0.05 if sizes.small else 1.0)
+        how["sparse"] = table(model, sizes.small)
         if cuda:
             torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(0).total_memory)
         try:

@@ -96,15 +96,18 @@ def recipe_of(way: str, sizes: Sizes, model: nn.Module, frames: int) -> dict[str
     return {"kv": sizes.kv("mosaic", **more), "chunk": chunk if way == "dense" else None}
 
 
-def take_in(session: mmaccel.VideoSession, way: str, frames: int, name: str = "") -> float:
-    """Seconds in which a film of `frames` frames is taken in; tells how far it is in tenths."""
-    device, told = session._stream_adapter.device, [0]
-    began = time.perf_counter()
+def take_in(session: mmaccel.VideoSession, way: str, frames: int, name: str) -> tuple[float, float]:
+    """Seconds in which a film of `frames` frames is taken in, and how many of these come after its last pass, when an
+    ingestion's units leave for the host. Tells how far it is in tenths."""
+    device, tenths, passed = session._stream_adapter.device, 0, 0.0
 
     def tell(done: int, total: int | None) -> None:
-        tenth = 10 * done // frames
-        if name and tenth > told[0]:
-            told[0] = tenth
+        nonlocal tenths, passed
+        if done == frames:
+            wait(device)
+            passed = time.perf_counter()
+        if 10 * done // frames > tenths:
+            tenths = 10 * done // frames
             print(f"  {name}: {done} frames, {time.perf_counter() - began:.1f} s", flush=True)
 
     film = torch.zeros(frames, 3, SIDE, SIDE, dtype=torch.uint8)
@@ -112,7 +115,8 @@ def take_in(session: mmaccel.VideoSession, way: str, frames: int, name: str = ""
     began = time.perf_counter()
     (session.watch if way == "window" else session.ingest)(film, fps=0.5, progress=tell)
     wait(device)
-    return time.perf_counter() - began
+    ended = time.perf_counter()
+    return ended - began, ended - passed
 
 
 def before(log: Log, **told: Any) -> dict[str, Any] | None:
@@ -167,7 +171,7 @@ def film_row(way: str, frames: int, sizes: Sizes, log: Log, floors: Floors) -> d
             ) as session:
                 if sizes.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                seconds = take_in(session, way, count, f"{way}, {count} frames")
+                seconds, left_s = take_in(session, way, count, f"{way}, {count} frames")
                 if count < frames:
                     continue
                 report, counters = session.report(), session.counters()
@@ -175,6 +179,7 @@ def film_row(way: str, frames: int, sizes: Sizes, log: Log, floors: Floors) -> d
                 floor = floors.seconds(frames * session._live.info.unit, pairs)  # type: ignore[union-attr]
     figures = {"seconds": seconds, "frames_s": frames / seconds, "floor_s": floor, "kept": report.kept}
     figures |= {
+        "left_s": left_s,
         "of_floor": floor / seconds,
         "seen": counters.get("ingest_seen"),
         "peak_bytes": report.peak_bytes,
@@ -183,7 +188,7 @@ def film_row(way: str, frames: int, sizes: Sizes, log: Log, floors: Floors) -> d
     log.row(**told, **figures)
     print(
         f"ingest {way:7} {frames} frames: {frames / seconds:7.1f} frames/s, floor {frames / floor:7.1f}, "
-        f"kept {report.kept}, seen {figures['seen']}",
+        f"kept {report.kept}, seen {figures['seen']}, {left_s:.1f} s after the last pass",
         flush=True,
     )
     return {**told, **figures}

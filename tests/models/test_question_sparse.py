@@ -170,6 +170,7 @@ def test_a_call_plans_its_question_too(kv: str, monkeypatch: pytest.MonkeyPatch)
             out = fast.generate(**inputs, **how, output_logits=True)
             said.append(torch.stack(out.logits))
             report = fast.report()
+        assert report.ttft_s is not None and report.prompt_tokens == len(ids)
         if sparse == "dense":
             assert not planned
         else:

@@ -186,7 +186,9 @@ class StreamRunner:
             start += count * pace
         self._units(state, features)
 
-    def _units(self, state: StreamState, features: Tensor, times: Sequence[float] | None = None) -> None:
+    def _units(
+        self, state: StreamState, features: Tensor, times: Sequence[float] | None = None, **how: Any
+    ) -> None:
         total, done, info = features.shape[0], 0, self.info
         if info.timed and times is None:
             self.stream.places.told(state.units(), info.shown(state.units()))
@@ -200,7 +202,7 @@ class StreamRunner:
             stream_pass = StreamPass(
                 kind="units", rows=rows, first=first, count=count, times=shown, look=look
             )
-            self.run_pass(state, stream_pass, part.flatten(0, 1))
+            self.run_pass(state, stream_pass, part.flatten(0, 1), **how)
             done += count
             if "proxy" in self.kv.needs:
                 self.run_pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
@@ -264,7 +266,7 @@ class StreamRunner:
         deadline.check()
         evidence, shows = state.evidence, list(range(len(info.spans)))
         if isinstance(state, FrameState):
-            state, evidence = self._picked(state, deadline)
+            state, evidence = self._picked(state, deadline, meter)
             shows = list(evidence())
         prune = adapter.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
@@ -293,12 +295,11 @@ class StreamRunner:
             yield runner
 
     def _picked(
-        self, state: FrameState, deadline: Deadline
+        self, state: FrameState, deadline: Deadline, meter: Meter
     ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
         fresh, picked, info = state.fresh(), state.pick(), self.info
         self._head(fresh)
-        self.adapter.attention.meter.clear()
         if self.kv.ingests:
             fresh.begin_ingest()
         for at in range(0, len(picked), self._bulk):
@@ -308,7 +309,7 @@ class StreamRunner:
             alike = itertools.groupby((one for _, one in some), _size)
             runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
             times = [info.shown(number, 1)[0] for number, _ in some]
-            self._units(fresh, torch.cat(runs), times)
+            self._units(fresh, torch.cat(runs), times, meter=meter)
         fresh.idle()
         return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
 

@@ -24,7 +24,7 @@ from mmaccel.core.prefill.attention import AttentionConfig
 from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
-from mmaccel.core.report import Report
+from mmaccel.core.report import Meter, Report
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
@@ -47,12 +47,13 @@ class Clip:
 @dataclass(frozen=True, eq=False)
 class Question:
     """Tokens [n] after the video and its marks, and their input embeddings [n, E]; ``words[0] .. words[1]`` of them are the
-    user's own, and none from `visual` on stands for an image or a video."""
+    user's own, and none from `visual` on stands for an image or a video; `layout` [1, n] says which do, None: none does."""
 
     ids: Tensor
     words: tuple[int, int]
     embeds: Tensor
     visual: int = 0
+    layout: TokenLayout | None = None
 
 
 class StreamModel(ABC):
@@ -118,13 +119,13 @@ class StreamModel(ABC):
         few: bool = False,
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
+        meter: Meter | None = None,
     ) -> Tensor:
         """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory.
 
         Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer. `few`: the
-        columns are a question's or an answer's, which few kernels may compute where they round otherwise than the modules.
-        `check` is called at each layer where columns are many; what it raises breaks the pass off. `branches`: the columns
-        are a tree.
+        columns are of a question or answer, a tree with `branches`; few kernels may compute them, rounding otherwise than
+        modules. `check` is called at each layer where columns are many; its error ends the pass. `meter` counts pairs.
         """
 
     @abstractmethod
@@ -141,8 +142,7 @@ class StreamAdapter(StreamModel):
     ) -> Generator[Clip, None, None]:
         """`video` (frames, a `Video`, an iterator of such, a path) as frames a session takes in; a path is read in pieces.
 
-        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError` in one
-        sentence.
+        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`.
         """
 
     @abstractmethod

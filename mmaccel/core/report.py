@@ -232,9 +232,8 @@ class Meter(Rounds):
         self.listed.setdefault(layer, []).append(listed)
         self.causal.setdefault(layer, []).append(causal)
         known = self.names.get(layer, names)
-        self.names[layer] = tuple(
-            a if b in a.split("+") else f"{a}+{b}" for a, b in zip(known, names, strict=True)
-        )
+        both = (f"{a}+{b}".split("+") for a, b in zip(known, names, strict=True))
+        self.names[layer] = tuple("+".join(dict.fromkeys(parts)) for parts in both)
 
     def sequence(self) -> SequenceMeter:
         """The meter of one more sequence that is drafted for."""
@@ -247,8 +246,10 @@ class Meter(Rounds):
             self.notes.append(sentence)
 
     def planned(self, other: Meter) -> None:
-        """Tell of the pairs and the notes of `other` too: what was planned while a stream was taken in."""
-        self.listed, self.causal, self.names = other.listed, other.causal, other.names
+        """Tell of the pairs and the notes of `other` too."""
+        for layer, names in other.names.items():
+            for listed, causal in zip(other.listed[layer], other.causal[layer], strict=True):
+                self.attention(layer, names, listed, causal)
         for sentence in other.notes:
             self.note(sentence)
 

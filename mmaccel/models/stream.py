@@ -28,6 +28,7 @@ from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.install import Hooks, gate_of
@@ -119,10 +120,13 @@ class StreamPasses:
         few: bool = False,
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
+        meter: Meter | None = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
+        # The last rows of a question are a prompt's last; no row of a unit is.
+        rest = 0 if few else self.attention.recipe.dense_tail
         run = ForwardPass(
-            self.attention, state=state, prefill=False, stream=True, check=check, branches=branches
+            self.attention, False, rest, branches, state=state, stream=True, check=check, meter=meter
         )
         # Captured steps have chains alone.
         captured = few and branches is None and embeds.device.type in step.DEVICES

@@ -30,7 +30,7 @@ class KVView:
     In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries stand at the last
     `n` of them; `query` [B, H, n, D] are the queries as the memory turned them. `bias` [m] float32 is added to the scores of
     the first m keys. `layout` [1, N] says what the columns are, where the recipe's pattern may choose among them: the
-    same object for all layers of a pass.
+    same object for all layers that show as many of each kind. There is no bias then.
     """
 
     key: Tensor
@@ -191,6 +191,8 @@ class StreamPass:
     words    rows ``words[0] .. words[1]`` of a question are the user's own words; by their queries memories are searched
     room     columns that may follow a question as its answer
     weigh    whether `evidence` is asked for after a question, so that what weighs it has to be kept
+    layout   [1, rows - pending] of the rows of a question behind those of units, where the recipe's pattern may plan them:
+             its views have a layout then; None: they are dense
     branches  the tree that the rows of an answer are: they stand at their depth, and see their own branches; None: a chain.
              Only where the memory `allows_branches`
     """
@@ -205,6 +207,7 @@ class StreamPass:
     words: tuple[int, int] = (0, 0)
     room: int = 0
     weigh: bool = True
+    layout: TokenLayout | None = None
     branches: Branches | None = None
 
 
@@ -312,6 +315,10 @@ class StreamState(KVState):
     def seen_only(self, layer: int, columns: Tensor) -> None:
         """Told, while a question runs, that of the columns before it only `columns` [k] of the view of `layer` are seen, for
         a pruner drops the rest: `evidence` weighs these alone."""
+
+    def listed(self, layer: int, rows: int) -> None:
+        """Told, while a question runs, that its first `rows` rows saw at `layer` what a pattern listed of its view:
+        `evidence` weighs the others alone."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         """Answer from now on as a memory of `policy` does, which differs from its own in `query_time_fields` alone."""

@@ -65,20 +65,20 @@ def split_stream(
 ) -> StreamState:
     """`StreamPolicy.stream` of a model whose decoder layer n lies on ``devices[n]``: a memory for the layers of each."""
     begins = [n for n, device in enumerate(devices) if n == 0 or device != devices[n - 1]]
-    parts: list[tuple[range, StreamState]] = []
+    parts: list[tuple[range, torch.device, StreamState]] = []
     try:
         for begin, end in zip(begins, [*begins[1:], len(devices)], strict=True):
             layers = range(begin, end)
             own = LayerRange(view.model, view.adapter, view.resolve, layers=layers, at=devices[begin])
             share = policy.for_layers(len(layers) / len(devices))
-            parts.append((layers, share.stream(stream, own.geometry, own, own.at)))
-            if isinstance(parts[0][1], FrameState):
+            parts.append((layers, own.at, share.stream(stream, own.geometry, own, own.at)))
+            if isinstance(parts[0][2], FrameState):
                 raise ModelError(
                     f"kv {policy.name!r} runs whole frames at a question and the model's layers lie on several devices; "
                     "choose a memory of keys and values, or put the model on one device."
                 )
     except BaseException:
-        for _, state in parts:
+        for *_, state in parts:
             state.close()
         raise
     return SplitState(parts)
@@ -106,10 +106,10 @@ class SplitState(StreamState):
     Devices work on several passes at once: nothing here waits for one of them.
     """
 
-    def __init__(self, parts: Sequence[tuple[range, StreamState]]) -> None:
-        self._states = [state for _, state in parts]
-        self._layers = [len(layers) for layers, _ in parts]
-        self._of = [(state, layer) for layers, state in parts for layer in range(len(layers))]
+    def __init__(self, parts: Sequence[tuple[range, torch.device, StreamState]]) -> None:
+        self._states, self._devices = [state for *_, state in parts], [device for _, device, _ in parts]
+        self._layers = [len(layers) for layers, *_ in parts]
+        self._of = [(state, layer) for layers, _, state in parts for layer in range(len(layers))]
         first = self._states[0]
         self.allows_branches, self.recalls_alike = first.allows_branches, first.recalls_alike
 
@@ -143,11 +143,22 @@ class SplitState(StreamState):
         state, own = self._of[layer]
         state.seen_only(own, columns)
 
+    def listed(self, layer: int, rows: int) -> None:
+        state, own = self._of[layer]
+        state.listed(own, rows)
+
     # All layers.
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
-        for state in self._states:
-            state.begin_pass(stream_pass)
+        for state, device in zip(self._states, self._devices, strict=True):
+            layout = stream_pass.layout
+            if layout is not None and layout.device != device:
+                moved = layout.to(device)
+                moved.__dict__["padded"] = (
+                    layout.padded
+                )  # known: nothing is read of a device that has yet to get there
+                layout = moved
+            state.begin_pass(replace(stream_pass, layout=layout))
 
     def end_pass(self) -> None:
         for state in self._states:

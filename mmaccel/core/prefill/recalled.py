@@ -59,6 +59,9 @@ class AroundMemory(StreamState):
     def seen_only(self, layer: int, columns: Tensor) -> None:
         self.state.seen_only(layer, columns)
 
+    def listed(self, layer: int, rows: int) -> None:
+        self.state.listed(layer, rows)
+
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         self.state.append(layer, key, value)
 

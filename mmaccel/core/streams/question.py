@@ -10,14 +10,36 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Runner
-from mmaccel.core.attach import StreamAdapter, StreamModel
+from mmaccel.core.attach import Question, StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
 from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import StreamPass, StreamState
+from mmaccel.core.prefill.attention import MIN_ROWS
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Around, Listening
+
+WATCHED = (
+    "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest and on questions of "
+    f"{MIN_ROWS} tokens and more"
+)
+
+
+def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.device) -> TokenLayout | None:
+    """[1, rows] what the rows of the question `asking` are, those of a video's marks first, where the pattern of `recipe`
+    may plan some of them."""
+    if recipe.sparse.dense or rows < MIN_ROWS or rows <= recipe.dense_tail:
+        return None
+    count = len(asking.ids)
+    own = TokenLayout.text(1, count, device) if asking.layout is None else asking.layout
+    return (
+        TokenLayout.build(own.modality.new_full((1, rows - count), VIDEO)).append(own)
+        if rows > count
+        else own
+    )
 
 
 @dataclass(eq=False)
@@ -53,7 +75,8 @@ class QuestionRunner(Runner):
         Raises `Ended` when the deadline passes before the last layer.
         """
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
-        hidden = self.run(self.state, stream_pass, embeds, few=True, check=self.deadline.check)
+        how = {"check": self.deadline.check, "meter": self.meter}
+        hidden = self.run(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
         return self.logits
 

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -58,8 +59,7 @@ class VideoSession:
         self._live: StreamRunner | None = None
         self._meter = Meter()
         self._lock = threading.RLock()
-        self._cancelled = threading.Event()
-        self._closed = False
+        self._cancelled, self._closed = threading.Event(), False
 
     @classmethod
     def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
@@ -330,16 +330,18 @@ class VideoSession:
         """What is in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.
 
         prompt_tokens are the columns of the stream, as its memory counts them, and of the question; `kv` counts what the
-        memory holds now; kept and patterns are those of the last `ingest` under a pattern; peak_bytes are since the last
-        reset on CUDA. Before the first answer the figures of one are 0 or None.
+        memory holds now; kept and patterns are those of the last `ingest` under a pattern and of the question; peak_bytes
+        are since the last reset on CUDA. Before the first answer the figures of one are 0 or None.
         """
         return self._told(self._meter)
 
     def _told(self, meter: Meter) -> Report:
         own, device = self._stream_adapter.attention, self._stream_adapter.device
-        meter.planned(own.meter)
+        whole = replace(meter, listed={}, causal={}, names={}, notes=[])
+        for one in (own.meter, meter):
+            whole.planned(one)
         why = "" if own.choice is None else own.choice.why
-        return meter.report(self.recipe.to_dict(), own.backend, self.counters(), device, why)
+        return whole.report(self.recipe.to_dict(), own.backend, self.counters(), device, why)
 
     def clusters(self) -> dict[str, Tensor]:
         """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.
@@ -363,10 +365,8 @@ class VideoSession:
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
         with self._working():
-            before, self._live = (
-                self._live,
-                session_io.load(Path(path), self._stream_adapter, self.recipe, self._kv, self._beside),
-            )
+            given = self._stream_adapter, self.recipe, self._kv, self._beside
+            before, self._live = self._live, session_io.load(Path(path), *given)
             if before is not None:
                 before.close()
 

@@ -22,13 +22,12 @@ from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Around, Listening
-from mmaccel.core.streams.question import QuestionRunner
+from mmaccel.core.streams.question import WATCHED, QuestionRunner, planned_rows
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
 ROWS = 1 << 15
 """Tokens of a pass of an ingestion where the recipe has no `chunk`."""
-WATCHED = "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest"
 
 
 @dataclass(eq=False)
@@ -188,8 +187,10 @@ class StreamRunner:
             start += count * pace
         self._units(state, features)
 
-    def _units(self, state: StreamState, features: Tensor, times: Sequence[float] | None = None) -> None:
-        total, done, info = len(features), 0, self.info
+    def _units(
+        self, state: StreamState, features: Tensor, times: Sequence[float] | None = None, **how: Any
+    ) -> None:
+        total, done, info = features.shape[0], 0, self.info
         if info.timed and times is None:
             self.stream.places.told(state.units(), info.shown(state.units()))
         while done < total:
@@ -202,7 +203,7 @@ class StreamRunner:
             stream_pass = StreamPass(
                 kind="units", rows=rows, first=first, count=count, times=shown, look=look
             )
-            self.run_pass(state, stream_pass, part.flatten(0, 1))
+            self.run_pass(state, stream_pass, part.flatten(0, 1), **how)
             done += count
             if "proxy" in self.kv.needs:
                 self.run_pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
@@ -244,8 +245,9 @@ class StreamRunner:
         pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
         before = pending + info.marks.shape[0]
         rows, words = before + len(asking.ids), (before + asking.words[0], before + asking.words[1])
+        planned = planned_rows(adapter.attention.recipe, asking, rows - pending, adapter.device)
         stream_pass = StreamPass(
-            kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh
+            kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh, layout=planned
         )
         if info.timed and not isinstance(state, FrameState):
             # Those of the units that the memory has not taken in yet.
@@ -265,7 +267,7 @@ class StreamRunner:
         deadline.check()
         evidence, shows = state.evidence, list(range(len(info.spans)))
         if isinstance(state, FrameState):
-            state, evidence = self._picked(state, deadline)
+            state, evidence = self._picked(state, deadline, meter)
             shows = list(evidence())
         prune = adapter.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
@@ -294,12 +296,11 @@ class StreamRunner:
             yield runner
 
     def _picked(
-        self, state: FrameState, deadline: Deadline
+        self, state: FrameState, deadline: Deadline, meter: Meter
     ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
         fresh, picked, info = state.fresh(), state.pick(), self.info
         self._head(fresh)
-        self.adapter.attention.meter.clear()
         if self.kv.ingests:
             fresh.begin_ingest()
         for at in range(0, len(picked), self._bulk):
@@ -309,7 +310,7 @@ class StreamRunner:
             alike = itertools.groupby((one for _, one in some), _size)
             runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
             times = [info.shown(number, 1)[0] for number, _ in some]
-            self._units(fresh, torch.cat(runs), times)
+            self._units(fresh, torch.cat(runs), times, meter=meter)
         fresh.idle()
         return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
 
@@ -389,8 +390,7 @@ def moments(
     """Ascending seconds of `count` frames that follow one at `last`; `strict`: those given are not moved."""
     step = 1 / fps if fps else 1.0
     if given is None:
-        start = 0.0 if last is None else last + step
-        return [start + i * step for i in range(count)]
+        return [(0.0 if last is None else last + step) + i * step for i in range(count)]
     rising = all(a < b for a, b in itertools.pairwise(given))
     if not rising or (strict and last is not None and given[0] <= last):
         after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"

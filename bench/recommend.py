@@ -3,10 +3,10 @@
     python bench/recommend.py --device cuda --out bench/results/recommend_h100_202611.jsonl
     python bench/recommend.py --device cpu --out rows.jsonl        # the tiny models, without a cap; CPU seconds
 
-Twelve settings that nothing was fitted to: a model's shape (random weights), minutes at half a frame a second, questions, and a
-preset, on a device capped at `--memory` GB. Each runs once with a short film, which compiles, then is measured. A row has both
-figures, `time_error` and `peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%. Tokens
-that a step of the target gave are the run's own, which no cost model can know.
+Twelve settings that nothing was fitted to: a model's shape (random weights), minutes at half a frame a second, questions,
+and a preset, on a device capped at `--memory` GB. Each runs once with a short film, which compiles, then is measured. A row
+has both figures, `time_error` and `peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%.
+Tokens that a step of the target gave are the run's own, which no cost model can know.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from timing import Log
 import mmaccel
 from mmaccel.backends.select import Store
 from mmaccel.core import costs
+from mmaccel.core.rates import Device
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes
 from mmaccel.models.processor import Processor
@@ -52,7 +53,7 @@ TINY = {OV: "tiny-ov", SMALL_OV: "tiny-ov-draft", QWEN: "tiny-qwen"}
 HELD: dict[str, tuple[Any, Any]] = {}
 
 
-STORE = Store(Path(tempfile.mkdtemp()) / "rates.json", costs.Device.of)
+STORE = Store(Path(tempfile.mkdtemp()) / "rates.json", Device.of)
 
 
 def cpu_seconds(work: Any, device: torch.device) -> float:
@@ -180,8 +181,9 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         time_reached=abs(errors[0]) <= TIME, peak_reached=abs(errors[1]) <= PEAK,
     )  # fmt: skip
     print(
-        f"{shape:20} {frames:5} frames, {questions:2} questions, {preset:20} {seconds:7.2f} s, predicted {cost.total_s:7.2f} "
-        f"({errors[0]:+.0%}); {peak / 1e9:6.3f} GB, predicted {cost.device_bytes / 1e9:6.3f} ({errors[1]:+.0%})",
+        f"{shape:20} {frames:5} frames, {questions:2} questions, {preset:20} {seconds:7.2f} s, predicted "
+        f"{cost.total_s:7.2f} ({errors[0]:+.0%}); {peak / 1e9:6.3f} GB, predicted {cost.device_bytes / 1e9:6.3f} "
+        f"({errors[1]:+.0%})",
         flush=True,
     )
 

@@ -338,8 +338,8 @@ def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> 
 
 
 class Store(Generic[Kept]):
-    """What was measured, on disk, one JSON file: costs, or what `of` makes of an entry; by device, shape, versions, and a label
-    for what was planned. `path` is a file, or the name of one in the user's cache folder."""
+    """What was measured, on disk, one JSON file: costs, or what `of` makes of an entry; by device, shape, versions, and a
+    label for what was planned. `path` is a file, or the name of one in the user's cache folder."""
 
     def __init__(self, path: Path | str = "costs.json", of: Callable[[Any], Any] = Costs.of) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

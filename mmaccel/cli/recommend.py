@@ -89,7 +89,8 @@ def recommend(
             for n, where in ((device_lacks, "of device"), (host_lacks, "of host"))
             if n
         ]
-        seconds = f"{one.first_s:.3g} s", f"{one.question_s:.2g} s", f"{1 / one.token_s:.3g}"
+        asked = f"{one.question_s:.2g} s" if one.session else ""
+        seconds = f"{one.first_s:.3g} s", asked, f"{1 / one.token_s:.3g}"
         held = f"{one.device_bytes / 1e9:.1f} GB", f"{one.host_bytes / 1e9:.1f} GB"
         table.add_row(preset, *seconds, *held, f"lacks {' and '.join(lacks)}" if lacks else "fits")
     out().print(table)

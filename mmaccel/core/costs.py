@@ -15,18 +15,15 @@ Letters: n rows of a pass, N columns that they see, L layers.
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mmaccel.backends import select
-from mmaccel.backends.select import Bench, Costs, Line, Store, bench
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prefill.attention import MIN_ROWS
+from mmaccel.core.rates import Device, Sizes
 from mmaccel.core.recipe import Recipe
 
 STEP_S, RETRIEVE_S, ANSWER_S = 16e-6, 6e-4, 4e-5
@@ -34,11 +31,10 @@ STEP_S, RETRIEVE_S, ANSWER_S = 16e-6, 6e-4, 4e-5
 retrieves (stream_h200: 21.7 ms with one frame), and of its answer."""
 TOLD = 3.7
 """Tokens that a step gives where a draft's windows of 5 are kept to 0.8, as benchmarks replay it."""
-STEP_LAYERS = 4
 EAGER, ASKED, SEARCHED = 2.4, 2, 3
-"""A layer under a recipe or in a session starts so many times what a plain one does, for hooks and the memory (steps of the tiny
-models after 30 frames); a question starts as much as so many passes of one row, with its words and what its answer rests on,
-and as so many where it retrieves."""
+"""A layer under a recipe or in a session starts so many times what a plain one does, for hooks and the memory (steps of the
+tiny models after 30 frames); a question starts as much as so many passes of one row, with its words and what its answer
+rests on, and as so many where it retrieves."""
 TOKEN_S = 4e-4
 """The host's part of a token: the choice, the text."""
 HIDDEN = 0.6
@@ -47,142 +43,6 @@ ROWS, PATCHES, UNITS, ROOM, SLAB = 1 << 15, 1 << 14, 16, 8192, 1 << 28
 """Rows of a pass of an ingestion and of a feed-forward block, patches of a tower's call, units of a pass of
 live frames, the most
 columns that a buffer grows ahead, and bytes that a host store takes at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """A model. Weights are numbers of parameters: of all, of the decoder layers, of the head, of the tower.
-
-    patches, tokens, pixels  of a unit, which is `pace` frames; `patch_row`: elements that a patch holds in the tower at most
-    """
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    inner: int
-    weights: int
-    layer_weights: int
-    head_weights: int
-    tower_weights: int
-    tower_layers: int
-    tower_width: int
-    tower_inner: int
-    patch_row: int
-    patches: int
-    tokens: int
-    pixels: int
-    pace: int
-    limit: int
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def column(self) -> int:
-        """Bytes of the keys and values of a token, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """What a device does: FLOP/s of products by width, seconds of attention (`Costs`), bytes/s of a copy, read and written,
-    and from the host; seconds to start the operators of a decoder layer; bytes of memory."""
-
-    name: str
-    products: dict[int, float]
-    attend: Costs
-    copy: float
-    wire: float
-    layer: float
-    memory: int
-
-    @property
-    def cuda(self) -> bool:
-        return self.name != "cpu"
-
-    def product(self, width: int) -> float:
-        """FLOP/s at a width, between those measured; at a narrower one the rate falls with it."""
-        (low, slow), (high, fast) = sorted(self.products.items())
-        share = (math.log(width) - math.log(low)) / (math.log(high) - math.log(low))
-        return float(slow * (fast / slow) ** min(share, 1.0)) if share > 0 else slow * min(1.0, width / low)
-
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> Device:
-        """From what `asdict` made of one."""
-        products = {int(width): rate for width, rate in found["products"].items()}
-        return cls(**{**found, "products": products, "attend": Costs.of(found["attend"])})
-
-
-def _hopper(name: str, copy: float, memory: int) -> Device:
-    pairs = Costs(Line(2e-4, 9.1e-13), {"triton": Line(5e-4, 1.0e-12)}, Line(1e-3, 9e-9))
-    return Device(
-        name=name, products={1280: 4.5e14, 3584: 6.4e14}, attend=pairs, copy=copy, wire=48e9, layer=4e-4, memory=memory
-    )  # fmt: skip
-
-
-DEVICES = {
-    "h200": _hopper("h200", 4.3e12, 150109880320),
-    "h100": _hopper("h100", 3.0e12, 85017493504),
-}
-"""Known ones, from bench/results: products and pairs of prefill_h200 (128k tokens in 8.8 s, 6.1 of them attention), tower_h200
-and sweep_h200 at heads of 128, the copy and the layer of steps_h200 and latency_7b_h200, the wire of transfer_h200. An H100
-computes alike, and its memory has 3.35/4.8 of the rate."""
-
-
-def measured(
-    device: torch.device,
-    sizes: Sizes,
-    step: Callable[[], Any],
-    store: Store[Device] | None = None,
-    bench: Bench = bench,
-) -> Device:
-    """The rates of this device for heads like the model's: read from `store`, or measured in a few seconds and kept there.
-    `step` runs `STEP_LAYERS` small decoder layers on one row."""
-    shape = select.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
-    store = Store("rates.json", Device.of) if store is None else store
-    cuda = device.type == "cuda"
-    backend = select.choose(device)
-    key = select.key_of(device, shape, (backend,), "rates")
-    found = store.get(key)
-    if found is None:
-        kernels = {backend: select.get(backend, device)}
-        lengths = select.LENGTHS if cuda else (1024, 2048)
-        attend = select.measured_costs(device, shape, kernels, lengths=lengths, bench=bench)
-        found = Device(
-            name=torch.cuda.get_device_name(device) if cuda else "cpu",
-            products={
-                w: _product(w, device, sizes.dtype, bench) for w in ((1024, 4096) if cuda else (256, 1024))
-            },
-            attend=attend,
-            copy=_copy(device, device, bench),
-            wire=_copy(torch.device("cpu"), device, bench),
-            layer=bench(step, device) / STEP_LAYERS,
-            memory=_memory(device),
-        )
-        store.put(key, found)
-    return found
-
-
-def _product(width: int, device: torch.device, dtype: torch.dtype, bench: Bench) -> float:
-    rows = 8192 if device.type == "cuda" else 1024
-    x, weight = (torch.ones(n, width, device=device, dtype=dtype) for n in (rows, 4 * width))
-    return 2 * rows * weight.numel() / bench(lambda: torch.nn.functional.linear(x, weight), device)
-
-
-def _copy(source: torch.device, device: torch.device, bench: Bench) -> float:
-    """Bytes/s: of a copy on the device those read and those written, of one from the host those that cross."""
-    cuda = device.type == "cuda"
-    here = torch.ones(1 << (28 if cuda else 24), dtype=torch.uint8, device=source)
-    here = here.pin_memory() if cuda and source.type == "cpu" else here
-    there = torch.empty_like(here, device=device)
-    sides = 2 if source == device else 1
-    return sides * here.numel() / bench(lambda: there.copy_(here, non_blocking=True), device)
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,8 +96,8 @@ class Cost:
 
 
 def cost(recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes | None = None) -> Cost:
-    """What `work` costs. A memory of sequences serves one question by `generate` and more in a session; `draft`: the sizes of
-    the recipe's draft model, whose video is read as the target's is."""
+    """What `work` costs. A memory of sequences serves one question by `generate` and more in a session; `draft`: the sizes
+    of the recipe's draft model, which reads the video too."""
     return _Estimate(recipe, sizes, work, device, draft).cost()
 
 
@@ -254,7 +114,11 @@ class _Estimate:
         self.other: _Estimate | None = None
         if draft is not None:
             # A session's draft watches the frames; in `generate` it reads what its pruner leaves of each unit.
-            share = 1.0 if self.session or recipe.draft.pruner is None else recipe.draft.pruner.retention
+            share = (
+                1.0
+                if self.session or recipe.draft.pruner is None
+                else getattr(recipe.draft.pruner, "retention", 1.0)
+            )
             draft = replace(draft, tokens=max(1, round(draft.tokens * share)))
             self.other = _Estimate(
                 Recipe(kv=recipe.kv), draft, replace(work, live=self.session), device, None
@@ -264,7 +128,7 @@ class _Estimate:
         read, question, token = self._read(), self._question(), self._token()
         held, passing, leaving, host = self._bytes()
         if self.other is not None:
-            token += (getattr(self.recipe.draft, "window", None) or 5) * self.other._token()
+            token += (self.recipe.draft.max_rollback - 1) * self.other._token()
             read, question = read + self.other._read(), question + self.other._question()
             more, other, last, beside = self.other._bytes()
             held, passing, leaving, host = held + more, max(passing, other), max(leaving, last), host + beside
@@ -290,7 +154,7 @@ class _Estimate:
         """Units that a pass sees at most, its own included: all, those under the window, or what an ingestion holds."""
         if not self.archived:
             return self.units
-        window = -(-self.kv.window // self.sizes.pace)
+        window: int = -(-self.kv.window // self.sizes.pace)
         if self.work.live:
             return window + UNITS
         free = self.work.memory - self.sizes.weights * self.size
@@ -377,7 +241,7 @@ class _Estimate:
         starts = s.layers * EAGER * device.layer * (SEARCHED if self.archived else ASKED)
         if not self.archived:
             return self._beside(work, starts) + TOKEN_S
-        wire = min(self.kv.frames // s.pace, self.units) * s.tokens * s.column / device.wire
+        wire: float = min(self.kv.frames // s.pace, self.units) * s.tokens * s.column / device.wire
         if not device.cuda:
             return work + starts + wire
         return work + s.layers * RETRIEVE_S + (1 - HIDDEN) * wire
@@ -398,8 +262,8 @@ class _Estimate:
     # Bytes.
 
     def _bytes(self) -> tuple[float, float, float, float]:
-        """Bytes that the weights and the memory hold on the device when all has been read; what more is held while it is read,
-        and when an ingestion has ended; and the host's."""
+        """Bytes that the weights and the memory hold on the device when all has been read; what more is held while it is
+        read, and when an ingestion has ended; and the host's."""
         s, units, whole = self.sizes, self.units, self.units * self.sizes.tokens
         held, host, most, last = _roomy(whole + self.work.words + self.work.answer), 0, 0.0, 0
         if self.archived:
@@ -429,8 +293,8 @@ class _Estimate:
         return float(some * s.patch_row + units * s.pixels + n * s.hidden) * self.size
 
     def _layer_bytes(self, n: int, seen: int) -> float:
-        """Rows in a layer: features, the states that enter, leave and are normed, then queries, keys and values and what turns
-        them, or the gate, of so many rows at a time."""
+        """Rows in a layer: features, the states that enter, leave and are normed, then queries, keys and values and what
+        turns them, or the gate, of so many rows at a time."""
         s = self.sizes
         wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
         attention = n * (3 * s.hidden + 3 * wide + 4 * narrow) + seen * narrow

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmaccel.core import costs
+from mmaccel.core import costs, rates
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import USES, Recipe
@@ -32,7 +32,7 @@ MARGIN = 1.1
 
 @dataclass(frozen=True)
 class Recommendation:
-    """`name` is the preset to take (None: none fits) and `why` one sentence; of each preset its cost, or why it cannot serve.
+    """`name` is the preset to take (None: none fits) and `why` one sentence; of each its cost, or why it is `unfit`.
 
     lacks  preset -> bytes that it needs beyond the device's and the host's, both 0 where it fits
     """
@@ -49,7 +49,7 @@ def sizes_of(
     size: tuple[int, int] = SIZE,
     dtype: torch.dtype = torch.bfloat16,
     processor: Any = None,
-) -> costs.Sizes:
+) -> rates.Sizes:
     """The sizes of a named shape, of a saved or shipped model by its config, or of a loaded one with its `processor`, for
     frames of (height, width). Raises `ModelError`."""
     if isinstance(model, nn.Module):
@@ -79,7 +79,7 @@ def sizes_of(
         patches, pixels = family.patches(built, made), made.numel()
         lengths = [_tokens(processor, frames) for frames in (once, twice)]
         tokens = lengths[1] - lengths[0]
-    return costs.Sizes(
+    return rates.Sizes(
         layers=shape.layers,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -104,8 +104,8 @@ def sizes_of(
 
 
 def _patch_row(family: Any, model: Any, vision: Any, depth: int, itemsize: int) -> int:
-    """Elements that a patch holds in the tower at most: states and the gate; queries and keys where they are turned, in float32;
-    the states of all layers, in releases of transformers that keep them to choose from."""
+    """Elements that a patch holds in the tower at most: states and the gate; queries and keys where they are turned, in
+    float32; the states of all layers, in releases of transformers that keep them to choose from."""
     width = vision.hidden_size
     row = 4 * width + 2 * vision.intermediate_size
     if family.windowed(model) is not None:
@@ -120,43 +120,44 @@ def _tokens(processor: Any, frames: torch.Tensor) -> int:
     return int(made["input_ids"].shape[1])
 
 
-def device_of(name: str, sizes: costs.Sizes, **how: Any) -> costs.Device:
+def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
     """A known device by name, or the rates of one of this machine, measured as `how` says; raises `ModelError`."""
-    if name in costs.DEVICES:
+    if name in rates.DEVICES:
         # Their pairs are of heads of 128.
-        known = costs.DEVICES[name]
+        known = rates.DEVICES[name]
         return replace(known, attend=known.attend.scaled(sizes.head_dim / 128))
     from transformers import Qwen2Config, Qwen2Model
 
     try:
         place = loading.there(name, "--device")
     except ModelError as error:
-        raise ModelError(f"{error} Devices known by name are {', '.join(costs.DEVICES)}.") from error
+        raise ModelError(f"{error} Devices known by name are {', '.join(rates.DEVICES)}.") from error
     small = Qwen2Config(
-        vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=costs.STEP_LAYERS, num_attention_heads=2,
+        vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=rates.STEP_LAYERS, num_attention_heads=2,
         num_key_value_heads=2,
     )  # fmt: skip
-    model = Qwen2Model(small).to(place).eval()
+    model: Any = Qwen2Model(small).to(place)  # type: ignore[arg-type]
+    model.eval()
     ids = torch.zeros(1, 1, dtype=torch.long, device=place)
 
     def step() -> Any:
         with torch.no_grad():
             return model(ids)
 
-    return costs.measured(place, sizes, step, **how)
+    return rates.measured(place, sizes, step, **how)
 
 
 def recommend(
-    sizes: costs.Sizes,
+    sizes: rates.Sizes,
     work: costs.Work,
-    device: costs.Device,
+    device: rates.Device,
     *,
     lossless: bool = False,
-    draft: costs.Sizes | None = None,
+    draft: rates.Sizes | None = None,
     presets: Sequence[str] = USES,
 ) -> Recommendation:
-    """The preset with which `work` takes least seconds, of those that fit into ``work.memory`` and ``work.host`` bytes; a lossless one
-    where that takes little longer (`MARGIN`).
+    """The preset with which `work` takes least seconds, of those that fit into ``work.memory`` and ``work.host`` bytes; a
+    lossless one where that takes little longer (`MARGIN`).
 
     draft     sizes of a draft model; without one, presets that take one cannot serve
     lossless  only presets that say what the plain model says
@@ -190,7 +191,7 @@ def recommend(
 
 
 def _unfit(
-    name: str, recipe: Recipe, sizes: costs.Sizes, work: costs.Work, lossless: bool, draft: costs.Sizes | None
+    name: str, recipe: Recipe, sizes: rates.Sizes, work: costs.Work, lossless: bool, draft: rates.Sizes | None
 ) -> str | None:
     """Why a preset cannot serve, whatever the memory."""
     bounded = hasattr(recipe.kv, "frames")

@@ -3,7 +3,7 @@
     python bench/recommend.py --device cuda --out bench/results/recommend_h100_202611.jsonl
     python bench/recommend.py --device cpu --out rows.jsonl        # the tiny models, without a cap; CPU seconds
 
-Twelve settings that nothing was fitted to: a model's shape (random weights), minutes at half a frame a second, questions,
+Twelve settings, on a GPU fitted to nothing: a model's shape (random weights), minutes at half a frame a second, questions,
 and a preset, on a device capped at `--memory` GB. Each runs once with a short film, which compiles, then is measured. A row
 has both figures, `time_error` and `peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%.
 Tokens that a step of the target gave are the run's own, which no cost model can know.

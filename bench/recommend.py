@@ -86,10 +86,15 @@ def build(shape: str, device: str) -> tuple[Any, Any]:
                 settings |= {"temporal_patch_size": 2, "patch_size": 14, "merge_size": 2}
                 settings["size"] = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
             words = build_tokenizer(vocabulary(), kind)
-            told = {"image": settings, "video": settings, "extra": extra, "config": model.config.to_dict()}
+            told = {
+                "image": settings,
+                "video": settings,
+                "extra": extra,
+                "config": {"vision_config": model.config.vision_config.to_dict()},
+            }
             processor = Processor(kind, words, **told, chat_template=stock.chat_template)
-            ids = {"video_token_id": processor.video_token_id, "image_token_id": processor.image_token_id}
-            model.config.update(ids)
+            model.config.video_token_id = processor.video_token_id
+            model.config.image_token_id = processor.image_token_id
         model.generation_config.eos_token_id = -1
         HELD[shape] = model, processor
     return HELD[shape]

@@ -18,7 +18,7 @@ from mmaccel.backends import select
 from mmaccel.cli.choices import takes
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
-from mmaccel.core.recipe import Recipe, check_sequences, presets, stream_policy
+from mmaccel.core.recipe import USES, Recipe, check_sequences, presets, stream_policy
 from mmaccel.core.registry import KINDS, policy, registry
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
@@ -58,6 +58,11 @@ def list_names(
             names = [name if reason is None else f"{name} (no: {reason})" for name, reason in names.items()]
         table.add_row(kind, ", ".join(names) or "(none)")
     out().print(table)
+    uses, lines = Table("preset", "what for", box=None, pad_edge=False), presets()
+    for name in USES:
+        uses.add_row(name, lines[name])
+    out().print()
+    out().print(uses)
 
 
 def describe(

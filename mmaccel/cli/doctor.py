@@ -64,7 +64,8 @@ def examine() -> dict[str, Any]:
         package = "flash-attn-4" if name == "flash" else DENSE.get(name, "triton")
         if kernels[what] is None and versions[package] is None and name != "captured":
             kernels[what] = f"{package} is not installed"
-    broken, store = next((one for one in problems if one.startswith("av ")), None), select.Store()
+    broken = next((one for one in problems if one.startswith("av ")), None)
+    store: select.Store[select.Costs] = select.Store()
     return {
         "problems": list(dict.fromkeys(problems)),
         "versions": versions,

@@ -15,7 +15,7 @@ import yaml
 
 from mmaccel.backends import select
 from mmaccel.core.decoding.draft import DraftStrategy
-from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, shown
+from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, shown, warn
 from mmaccel.core.files import outside
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
@@ -24,6 +24,10 @@ from mmaccel.core.registry import BASES, DEFAULTS, policy, registry
 
 YAML_BYTES = 1 << 18
 """Most bytes of a recipe's file."""
+USES = ("exact", "long-video", "film-many-questions", "stream", "captions", "everything")
+"""The presets for what people do; each file says what it keeps and risks, and where its figures stand."""
+FORMER = {"prompt-lookup": "exact"}
+"""Presets of earlier versions, and those that are the same now."""
 
 
 def _default(kind: str) -> Any:
@@ -271,6 +275,9 @@ def fields_of(source: str | Path) -> dict[str, Any]:
     Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` for a file that is no recipe.
     """
     text, folder = str(source), None
+    if text in FORMER:
+        warn(f"recipe {text!r} is the former name; write {FORMER[text]!r}.")
+        text = FORMER[text]
     where = f"recipe {shown(text, outside.PATH)}"
     for kind in BASES:
         for name, cls in registry(kind).items():

@@ -32,7 +32,7 @@ from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.install import Hooks, gate_of
-from mmaccel.models.modules import in_batches, in_chunks, rotate_by
+from mmaccel.models.modules import in_chunks, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import left_of, thinned
 from mmaccel.models.signals import VisionProbe
@@ -76,7 +76,7 @@ class StreamPasses:
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
         """Of a video's `inputs`, `units` steps of `unit` tokens: features [n, P, E] of the units of a stream, which are
         these or what the recipe's pruner leaves of each group of them, and [m, E] of the marks behind them."""
-        with self._busy(), in_batches(self.family, self.model), Hooks() as hooks:
+        with self._busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
             listens = self.thins is not None and self.thins.needs & {"vision_attention", "vision_key"}
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             rows = self.family.frames(self.model, inputs)

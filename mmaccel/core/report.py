@@ -143,6 +143,12 @@ class Rounds:
         """The draft was dropped; decoding goes on by itself."""
         self.failed = reason
 
+    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+        """What the draft of one sequence says of itself, when it is over."""
+
+    def note(self, sentence: str) -> None:
+        """A sentence for the report about what did not act as asked, beginning with its part ("draft: "); once each."""
+
     def figures(self) -> dict[str, Any]:
         """As they stand in `Report.draft`."""
         return {
@@ -173,6 +179,12 @@ class SequenceMeter(Rounds):
     def draft_failed(self, reason: str) -> None:
         super().draft_failed(reason)
         self.whole.draft_failed(reason)
+
+    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+        self.counters, self.notes = counters, notes
+
+    def note(self, sentence: str) -> None:
+        self.whole.note(sentence)
 
     def token(self, count: int) -> None:
         """`count` new tokens of the sequence reached the host."""
@@ -242,7 +254,6 @@ class Meter(Rounds):
         return self.sequences[-1]
 
     def note(self, sentence: str) -> None:
-        """A sentence for the report about what did not act as asked, beginning with its part ("draft: "); once each."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 

@@ -227,6 +227,7 @@ class _Sequence:
             past=past,
             left=turn.take(),
             lasts=self._lasts,
+            deadline=getattr(attachment.running, "deadline", None),
         )
         scored = options.return_dict_in_generate and (options.output_scores or options.output_logits)
         self.rows: list[Tensor] | None = [] if scored else None
@@ -267,7 +268,6 @@ class _Sequence:
                 listener.close()
             if isinstance(self.runner, PromptRunner):
                 stopping_criteria.append(self.runner.ends(self.read))
-            self.draft = careful.state
             self.decoding = Speculation(
                 self.runner,
                 careful,
@@ -298,15 +298,6 @@ class _Sequence:
         self.decoding.close()
         self._leave()
         self.runner.settle()
-        try:
-            if self.draft is not None:
-                self.meter.counters, self.meter.notes = self.draft.counters(), list(self.draft.notes())
-        except Exception as error:
-            message = (
-                f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
-            )
-            self.meter.whole.note(f"draft: {message}")
-            warn(f"the draft failed after the answer: {message}.")
         if isinstance(self.runner, PromptRunner):
             self.meter.kv = self.runner.counters
         elif (state := getattr(self.cache, "state", None)) is not None:

@@ -102,7 +102,7 @@ class Prompt:
     ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream` is what `watch`
     gave, asked the question: `inputs` have its ids alone. In a later turn of a conversation `past` are the columns that the
     target holds, `inputs` are of what comes after them, and `left` is what `DraftState.leave` gave (None: nothing); `lasts`
-    says that `leave` will be asked.
+    says that `leave` will be asked. `deadline` is the call's (`generate.Deadline`), for what reads long to check.
     """
 
     inputs: Mapping[str, Any]
@@ -114,6 +114,7 @@ class Prompt:
     past: Columns | None = None
     left: Any = None
     lasts: bool = False
+    deadline: Any = None
 
 
 class DraftState(ABC):

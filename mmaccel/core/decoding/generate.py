@@ -77,6 +77,8 @@ class CarefulDraft:
         """Run what may fail with the draft's state; None where it was dropped."""
         try:
             yield self.state
+        except Ended:  # of the call, which ends with the next token
+            self.close()
         except Exception as error:
             self.drop(error)
 
@@ -88,6 +90,7 @@ class CarefulDraft:
             # It is broken already; that it cannot tidy up either is no news.
             with suppress(Exception):
                 draft.close()
+            self._tell(draft)
 
     def _failed(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
@@ -106,6 +109,18 @@ class CarefulDraft:
             except Exception as error:
                 self.left = None
                 self._failed(error)
+            self._tell(draft)
+
+    def _tell(self, draft: DraftState) -> None:
+        """Put what the draft, which is closed, has to tell into the report."""
+        try:
+            self._meter.told(draft.counters(), list(draft.notes()))
+        except Exception as error:
+            message = (
+                f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
+            )
+            self._meter.note(f"draft: {message}")
+            warn(f"the draft failed after the answer: {message}.")
 
 
 class Speculation:

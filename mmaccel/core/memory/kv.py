@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -352,8 +352,9 @@ class FrameState(StreamState):
         """Take in frames [n * pace, 3, H, W], whole units, in the order of the stream."""
 
     @abstractmethod
-    def pick(self) -> list[tuple[int, Tensor]]:
-        """The units to run for a question: number and frames [pace, 3, H, W], ascending."""
+    def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
+        """The units to run for a question: number and frames [pace, 3, H, W], ascending. `paid` are what a target's question
+        paid to units by number, where this is the memory of a draft that was told; empty: not known."""
 
     @abstractmethod
     def fresh(self) -> StreamState:

@@ -115,25 +115,28 @@ class QuestionRunner(Runner):
 
         def emit(new: Tensor) -> None:
             """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
-            self.meter.token(new.numel())
+            meter.token(new.numel())
             tokens.extend(token for token in new.tolist() if token not in ends)
             if put is not None:
                 text(whole=False)
 
-        draft = CarefulDraft(self.meter)
+        meter = self.meter.sequence()
+        draft = CarefulDraft(meter)
         try:
             with beside.dropping() as stream:
                 if stream is not None:
                     heard = self.around.heard() if isinstance(self.around, Listening) else None
                     stream.ask(self.question, most, *([] if heard is None else [heard]))
-            prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream)
+            prompt = Prompt(
+                {"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream, deadline=self.deadline
+            )
             if beside.failed:
-                self.meter.draft_failed(beside.failed)
+                meter.draft_failed(beside.failed)
             elif strategy.active:
                 with draft.dropping():
                     draft.state = strategy.open(adapter.view)
                     draft.state.begin(prompt)
-            speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=self.meter)
+            speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
         finally:
             draft.close()
             with beside.dropping() as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
@@ -211,12 +212,18 @@ class VideoSession:
             live = self._live = StreamRunner.begin(*parts, timed)
             live.beside = self._beside()
 
+        watched, began = 0, time.monotonic()
+
         def tell(through: int) -> None:
+            nonlocal watched, began
+            # After each pass, so that neither reads much beyond the deadline.
+            some, spent = slice(watched, through), time.monotonic() - began
+            live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed, spent)
+            watched, began = through, time.monotonic()
             if progress is not None:
                 progress(done + through, None if clip.part else done + count)
 
         taken = live.take(clip.frames, shown, tell, deadline, ingest=how == "ingest")
-        live.beside.take(clip.frames[:taken], shown[:taken], clip.fps, live.info.timed)
         if not self.frames:
             live.close()
             self._live = None

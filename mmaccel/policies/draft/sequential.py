@@ -30,8 +30,8 @@ class Sequential(PeerStrategy):
 
     model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
-    confidence  a window ends before a token whose likeliest choice has less than this probability, 0 to 1; the first token is
-                drafted in any case, and what was drawn decides nothing, so that sampling stays exact
+    confidence  a window ends before a token whose likeliest choice has less than this probability, 0 to 1; the first is
+            drafted in any case; what was drawn decides nothing, so that sampling stays exact
     prune   a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     kv      the memory of the draft's own stream, in a session; null: one like the target's
     """

@@ -192,7 +192,7 @@ class StreamPass:
     room     columns that may follow a question as its answer
     weigh    whether `evidence` is asked for after a question, so that what weighs it has to be kept
     branches  the tree that the rows of an answer are: they stand at their depth, and see their own branches; None: a chain.
-             Only where the memory `allows_branches`
+             Only where the memory's policy `allows_branches`
     """
 
     kind: Literal["head", "units", "proxy", "question", "answer"]
@@ -247,8 +247,6 @@ class StreamState(KVState):
     whose keys are on the device.
     """
 
-    allows_branches: bool = False
-    """Whether the rows of an answer may be a tree (`StreamPass.branches`), of which `accept` then keeps one path."""
     recalls_alike: bool = False
     """Whether all layers show a question the same tokens of the same units."""
 
@@ -370,12 +368,14 @@ class StreamPolicy(KVPolicy):
     clip     units that go through the layers together; None leaves it to the session
     query_time_fields  fields that matter at a question alone: what is kept of a stream is the same for all their values
     ingests  takes in stored videos by `VideoSession.ingest` (`StreamState.begin_ingest`), under a sparse pattern too
+    allows_branches  the rows of an answer may be a tree (`StreamPass.branches`), of which `accept` then keeps one path
     """
 
     sequences: ClassVar[bool] = False
     allows_sparse: ClassVar[bool] = False
     clip: ClassVar[int | None] = None
     ingests: ClassVar[bool] = False
+    allows_branches: ClassVar[bool] = False
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:

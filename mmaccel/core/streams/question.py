@@ -14,7 +14,7 @@ from mmaccel.core.attach import StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
 from mmaccel.core.decoding.watching import CarefulDraftStream
-from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.errors import warn
 from mmaccel.core.memory.kv import StreamPass, StreamState
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Around, Listening
@@ -59,8 +59,6 @@ class QuestionRunner(Runner):
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
-        if more and not self.state.allows_branches:
-            raise ModelError("draft: this kv takes chains, not trees; choose a draft that proposes chains.")
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
         hidden = self.run(self.state, stream_pass, self.adapter.words(ids[0]), few=True, **more)
         return self.adapter.logits(hidden)[None]

@@ -54,6 +54,7 @@ class WindowedPolicy(StreamPolicy):
     """
 
     ingests: ClassVar[bool] = True
+    allows_branches: ClassVar[bool] = True
 
     window: int = 76
     local: int = 8

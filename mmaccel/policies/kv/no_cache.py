@@ -40,6 +40,7 @@ class NoCache(StreamPolicy):
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames"})
     ingests: ClassVar[bool] = True
+    allows_branches: ClassVar[bool] = True
 
     frames: int = 64
     kept: int = 4096

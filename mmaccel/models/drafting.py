@@ -313,7 +313,7 @@ class _Sequence:
         return torch.cat(self.rows or [])
 
     def _scored(self, ids: Tensor) -> tuple[Tensor, ...] | None:
-        """The scores [1, V] of all tokens up to the last of `ids`, which is the next one asked about; None: not asked for."""
+        """The scores [1, V] of all tokens up to the last of `ids`, the next one asked about; None: not asked for."""
         if self.rows is None or not self.options.output_scores:
             return None
         n = len(self._scores)

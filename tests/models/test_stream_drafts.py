@@ -315,7 +315,7 @@ class Treeless(Recent):
 def test_a_tree_on_a_memory_of_chains_is_refused_before_it_is_attached() -> None:
     model = pair("random-ov")[0]
     for kv, draft in ((Treeless(), Tree(model=model)), ("recent", Tree(model=model, kv=Treeless()))):
-        with pytest.raises(RecipeError, match="'tree' proposes trees and kv .* takes chains alone"):
+        with pytest.raises(RecipeError, match=r"'tree' proposes trees and kv .* takes chains alone"):
             mmaccel.Recipe(kv=kv, draft=draft)
         assert mmaccel.Recipe(kv=kv, draft=Sequential(model=model)).kv
 

@@ -262,7 +262,7 @@ def test_a_window_ends_where_the_draft_is_not_sure(seed: int, confidence: float)
     table, small = random_table(6, seed), random_table(6, seed + 1)
     small[:3] = table[:3]
     said = prompt([4, 2, 5])
-    ids, meter, runner, draft = run(bigram(table), bigram(small), said, 30, 4, 6, confidence=confidence)
+    ids, meter, _, draft = run(bigram(table), bigram(small), said, 30, 4, 6, confidence=confidence)
     assert ids == alone(bigram(table), [4, 2, 5], lambda ids: ids.shape[1] >= 30)
     sure, at = small.softmax(-1).amax(-1) >= confidence, 3
     for proposed, accepted in meter.rounds[:-1]:
@@ -277,5 +277,5 @@ def test_a_window_ends_where_the_draft_is_not_sure(seed: int, confidence: float)
 
 def test_confidence_is_a_probability() -> None:
     for wrong in (-0.1, 1.5, True):
-        with pytest.raises(RecipeError, match="confidence is .*; give a probability"):
+        with pytest.raises(RecipeError, match=r"confidence is .*; give a probability"):
             Sequential(model="x", confidence=wrong)

@@ -168,7 +168,7 @@ class Speculation:
             committed, kept, judged = self._round()
         grown = torch.cat([self.ids, committed.to(self.ids.device)[None]], 1)
         if self._rows is not None:
-            self._rows += judged[: committed.numel()].to(torch.float32, copy=True).split(1)
+            self._rows += judged[: committed.numel()].to(torch.float32, copy=True).split(1)  # type: ignore[no-untyped-call]
         for length in range(self.ids.shape[1] + 1, grown.shape[1] + 1):
             self.ended = self._stop(grown[:, :length])
             if self.ended:

@@ -71,10 +71,8 @@ class Report:
         return Counter(name for layer in self.patterns for name in layer)
 
     def accepted_length(self) -> float:
-        """Mean drafted tokens kept in a round in which any were proposed; the target's own token is not counted.
-
-        A pipelined draft's streaks over rounds are in ``draft["counters"]``.
-        """
+        """Mean drafted tokens kept in a round in which any were proposed; the target's own is not counted. Streaks over
+        rounds of a pipelined draft are in ``draft["counters"]``."""
         lengths: list[int] = self.draft.get("lengths") or [0]
         return sum(lengths) / len(lengths)
 
@@ -146,9 +144,6 @@ class Rounds:
     def told(self, counters: dict[str, float], notes: list[str]) -> None:
         """What the draft of one sequence says of itself, when it is over."""
 
-    def note(self, sentence: str) -> None:
-        """A sentence for the report about what did not act as asked, beginning with its part ("draft: "); once each."""
-
     def figures(self) -> dict[str, Any]:
         """As they stand in `Report.draft`."""
         return {
@@ -183,17 +178,14 @@ class SequenceMeter(Rounds):
     def told(self, counters: dict[str, float], notes: list[str]) -> None:
         self.counters, self.notes = counters, notes
 
-    def note(self, sentence: str) -> None:
-        self.whole.note(sentence)
-
     def token(self, count: int) -> None:
         """`count` new tokens of the sequence reached the host."""
         self.new_tokens += count
         self.whole.token(max(0, self.new_tokens - self.whole.new_tokens))
 
     def figures(self) -> dict[str, Any]:
-        own = {name: copy(getattr(self, name)) for name in ("counters", "notes", "new_tokens", "kv")}
-        return {**super().figures(), **own}
+        names = ("counters", "notes", "new_tokens", "kv")
+        return super().figures() | {name: copy(getattr(self, name)) for name in names}
 
 
 @dataclass
@@ -254,6 +246,7 @@ class Meter(Rounds):
         return self.sequences[-1]
 
     def note(self, sentence: str) -> None:
+        """A sentence for the report about what did not act as asked, beginning with its part ("draft: "); once each."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 

@@ -172,9 +172,8 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     active  whether this strategy drafts at all
     needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `max_rollback` columns,
-            "memory" that it holds every column of an accelerated model, for the draft to read; "prompt" asks for the
-            prompt's own inputs, pixels included, which a stream has not; "video" for these, or for a stream (`watch`);
-            "branches" that a memory of streams takes trees
+            "memory" that it holds every column of an accelerated model, for the draft to read; "branches" that it takes
+            trees; "prompt" asks for the prompt's own inputs, which no stream has; "video" for these, or a stream (`watch`)
 
     in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled

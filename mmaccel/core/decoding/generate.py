@@ -119,7 +119,7 @@ class CarefulDraft:
             message = (
                 f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
             )
-            self._meter.note(f"draft: {message}")
+            self._meter.told({}, [message])
             warn(f"the draft failed after the answer: {message}.")
 
 

@@ -18,7 +18,7 @@ from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import Stage, TokenPruner
 
 SLOW, SLOW_S = 2.0, 20.0
-"""How many times the target's own time, and how many seconds, a draft's stream may hold up one that is watched."""
+"""How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,13 +102,13 @@ class CarefulDraftStream:
     """The draft's stream beside that of a session: its failure ends the draft alone.
 
     `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has. One that holds up the
-    stream for more than `SLOW` times what its target takes cannot keep up, and has failed too.
+    stream for more than `SLOW` times what all else takes cannot keep up, and has failed too.
     """
 
     def __init__(self, watch: Callable[[], DraftStream] | None = None) -> None:
         self.stream: DraftStream | None = None
         self.failed = ""
-        self._held_up_s = self._target_s = 0.0
+        self._born, self._held_up_s = time.monotonic(), 0.0
         if watch is not None:
             with self.dropping():
                 self.stream = watch()
@@ -129,21 +129,20 @@ class CarefulDraftStream:
                 with suppress(Exception):
                     stream.close()
 
-    def take(
-        self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, target_s: float
-    ) -> None:
-        """Take in frames, if there are any, which the target took `target_s` seconds to read."""
+    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+        """Take in frames, if there are any."""
         with self.dropping() as stream:
             if stream is None or not len(frames):
                 return
             began = time.monotonic()
             stream.take(frames, times, fps, timed)
-            self._held_up_s += time.monotonic() - began
-            self._target_s += target_s
-            if self._held_up_s > max(SLOW_S, SLOW * self._target_s):
+            now = time.monotonic()
+            self._held_up_s += now - began
+            others_s = now - self._born - self._held_up_s
+            if self._held_up_s > max(SLOW_S, SLOW * others_s):
                 raise DraftError(
-                    f"it held up the stream for {self._held_up_s:.0f} s where the target read for {self._target_s:.0f} s; "
-                    "give the draft a cheaper kv, such as no_cache, or leave the draft out"
+                    f"it held up the stream for {self._held_up_s:.0f} s where all else took {others_s:.0f} s; give it "
+                    "a cheaper kv, such as no_cache, or leave the draft out"
                 )
 
     def idle(self) -> None:

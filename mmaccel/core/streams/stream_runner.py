@@ -20,7 +20,7 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.listening import Around, Guided, Listening
+from mmaccel.core.streams.listening import Around, Listening
 from mmaccel.core.streams.question import QuestionRunner
 
 UNITS = 16
@@ -297,8 +297,7 @@ class StreamRunner:
         self, state: FrameState, deadline: Deadline
     ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
-        paid = self.around.paid if isinstance(self.around, Guided) else {}
-        fresh, picked, info = state.fresh(), state.pick(paid), self.info
+        fresh, picked, info = state.fresh(), state.pick(getattr(self.around, "paid", {})), self.info
         self._head(fresh)
         self.adapter.attention.meter.clear()
         if self.kv.ingests:

@@ -151,6 +151,12 @@ def check_pairs(recipe: Recipe) -> None:
         raise RecipeError(
             f"draft {draft.name!r} reads the whole cache and kv {kv.name!r} is another; set kv to {DEFAULTS['kv']!r}."
         )
+    for memory in (kv, getattr(draft, "kv", None)):
+        if "branches" in draft.needs and isinstance(memory, StreamPolicy) and not memory.allows_branches:
+            raise RecipeError(
+                f"draft {draft.name!r} proposes trees and kv {memory.name!r} takes chains alone (allows_branches is not "
+                "True); choose a draft that proposes chains, such as sequential."
+            )
     if "rollback" in draft.needs and kv.rollback_limit is not None and kv.rollback_limit < draft.max_rollback:
         raise RecipeError(
             f"draft {draft.name!r} rolls back up to {draft.max_rollback} tokens and kv {kv.name!r} only "

@@ -71,10 +71,8 @@ class Report:
         return Counter(name for layer in self.patterns for name in layer)
 
     def accepted_length(self) -> float:
-        """Mean drafted tokens kept in a round in which any were proposed; the target's own token is not counted.
-
-        A pipelined draft's streaks over rounds are in ``draft["counters"]``.
-        """
+        """Mean drafted tokens kept in a round in which any were proposed; the target's own is not counted. Streaks over
+        rounds of a pipelined draft are in ``draft["counters"]``."""
         lengths: list[int] = self.draft.get("lengths") or [0]
         return sum(lengths) / len(lengths)
 
@@ -143,6 +141,9 @@ class Rounds:
         """The draft was dropped; decoding goes on by itself."""
         self.failed = reason
 
+    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+        """What the draft of one sequence says of itself, when it is over."""
+
     def figures(self) -> dict[str, Any]:
         """As they stand in `Report.draft`."""
         return {
@@ -174,14 +175,17 @@ class SequenceMeter(Rounds):
         super().draft_failed(reason)
         self.whole.draft_failed(reason)
 
+    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+        self.counters, self.notes = counters, notes
+
     def token(self, count: int) -> None:
         """`count` new tokens of the sequence reached the host."""
         self.new_tokens += count
         self.whole.token(max(0, self.new_tokens - self.whole.new_tokens))
 
     def figures(self) -> dict[str, Any]:
-        own = {name: copy(getattr(self, name)) for name in ("counters", "notes", "new_tokens", "kv")}
-        return {**super().figures(), **own}
+        names = ("counters", "notes", "new_tokens", "kv")
+        return super().figures() | {name: copy(getattr(self, name)) for name in names}
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.listening import Listening
 from mmaccel.models.signals import Listener
 from mmaccel.policies.draft import Parallel, Sequential, Tree
+from mmaccel.policies.kv.no_cache import _Frames
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=6, window=8)
@@ -148,3 +151,62 @@ def test_a_pruner_of_the_target_and_one_of_its_draft() -> None:
     answer, counts = asked(TIGHT["mosaic"], draft, prune=target)
     assert answer.ids == asked(TIGHT["mosaic"], "off", prune=target)[0].ids
     assert 0 < counts["visual from layer 0"] < counts["visual"]
+
+
+def cheap(name: str, **frames: int) -> Sequential:
+    """A draft that keeps frames, and reads those that the target's question attended to most."""
+    kv, prune = {"name": "no_cache", **frames}, {"name": "attention", "retention": 1.0}
+    return Sequential(model=pair(name)[0], window=3, kv=kv, prune=prune)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
+    name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picks: list[tuple[dict[int, float], list[int]]] = []
+    pick = _Frames.pick
+
+    def seen(self: _Frames, paid: Any) -> Any:
+        found = pick(self, paid)
+        if paid:
+            picks.append((dict(paid), [number for number, _ in found]))
+        return found
+
+    monkeypatch.setattr(_Frames, "pick", seen)
+    pace, want = (1 if name == "random-ov" else 2), asked(TIGHT[kv], "off", name=name)[0]
+    with open_session(name, TIGHT[kv], draft=cheap(name, frames=4)) as session:
+        session.watch(film(18), fps=FPS)
+        answer = session.ask(QUESTION, TOKENS)
+        session.save(tmp_path / "saved")
+        counters = session._live.beside.stream._live.counters()
+        assert counters["kept"] == counters["units"] == 18 / pace and counters["resident"] == 0
+    assert answer.ids == want.ids and answer.counters["drafted"] > 0
+    ((paid, numbers),) = picks
+    assert numbers == sorted(sorted(paid, key=lambda n: -paid[n])[: 4 // pace]) and len(paid) > 4 // pace
+    with open_session(name, TIGHT[kv], draft=cheap(name, frames=4)) as session:
+        session.load(tmp_path / "saved")
+        assert session.ask(QUESTION, TOKENS).counters["accepted"] == answer.counters["accepted"]
+    assert picks[1][1] == numbers
+
+
+def test_with_room_for_all_frames_it_reads_as_the_plain_model() -> None:
+    """A draft by the target's own model then agrees with a target that keeps everything."""
+    answer, _ = asked(ALL["full"], cheap("random-ov", frames=18), name="random-ov")
+    assert answer.counters["accepted"] >= 0.9 * (len(answer.ids) - 1) * 3 / 4
+
+
+def test_frames_that_are_held_stand_for_those_after_them() -> None:
+    policy: Any = mmaccel.core.registry.policy("kv", {"name": "no_cache", "frames": 2, "kept": 4})
+    stream: Any = SimpleNamespace(pace=1)
+    state: Any = policy.stream(stream, None, None, "cpu")
+    state.keep(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(-1, 3, 2, 2))
+    assert list(state._held) == [0, 4, 8]
+    for paid, numbers in (
+        ({}, [0, 8]),
+        ({5: 0.2, 6: 0.2, 0: 0.3, 8: 0.1}, [0, 4]),
+        ({9: 0.2}, [8]),
+    ):
+        found = state.pick(paid)
+        assert [number for number, _ in found] == numbers
+        assert [int(frames[0, 0, 0, 0]) for _, frames in found] == numbers

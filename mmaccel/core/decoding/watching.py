@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import warn
+from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import Stage, TokenPruner
+
+SLOW, SLOW_S = 2.0, 20.0
+"""How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +101,14 @@ class DraftStream(ABC):
 class CarefulDraftStream:
     """The draft's stream beside that of a session: its failure ends the draft alone.
 
-    `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has.
+    `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has. One that holds up the
+    stream for more than `SLOW` times what all else takes cannot keep up, and has failed too.
     """
 
     def __init__(self, watch: Callable[[], DraftStream] | None = None) -> None:
         self.stream: DraftStream | None = None
         self.failed = ""
+        self._born, self._held_up_s = time.monotonic(), 0.0
         if watch is not None:
             with self.dropping():
                 self.stream = watch()
@@ -126,8 +132,18 @@ class CarefulDraftStream:
     def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         """Take in frames, if there are any."""
         with self.dropping() as stream:
-            if stream is not None and len(frames):
-                stream.take(frames, times, fps, timed)
+            if stream is None or not len(frames):
+                return
+            began = time.monotonic()
+            stream.take(frames, times, fps, timed)
+            now = time.monotonic()
+            self._held_up_s += now - began
+            others_s = now - self._born - self._held_up_s
+            if self._held_up_s > max(SLOW_S, SLOW * others_s):
+                raise DraftError(
+                    f"it held up the stream for {self._held_up_s:.0f} s where all else took {others_s:.0f} s; give it "
+                    "a cheaper kv, such as no_cache, or leave the draft out"
+                )
 
     def idle(self) -> None:
         """No more frames come for now."""

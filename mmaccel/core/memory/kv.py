@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +194,7 @@ class StreamPass:
     layout   [1, rows - pending] of the rows of a question behind those of units, where the recipe's pattern may plan them:
              its views have a layout then; None: they are dense
     branches  the tree that the rows of an answer are: they stand at their depth, and see their own branches; None: a chain.
-             Only where the memory `allows_branches`
+             Only where the memory's policy `allows_branches`
     """
 
     kind: Literal["head", "units", "proxy", "question", "answer"]
@@ -250,8 +250,6 @@ class StreamState(KVState):
     whose keys are on the device.
     """
 
-    allows_branches: bool = False
-    """Whether the rows of an answer may be a tree (`StreamPass.branches`), of which `accept` then keeps one path."""
     recalls_alike: bool = False
     """Whether all layers show a question the same tokens of the same units."""
 
@@ -359,8 +357,9 @@ class FrameState(StreamState):
         """Take in frames [n * pace, 3, H, W], whole units, in the order of the stream."""
 
     @abstractmethod
-    def pick(self) -> list[tuple[int, Tensor]]:
-        """The units to run for a question: number and frames [pace, 3, H, W], ascending."""
+    def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
+        """The units to run for a question: number and frames [pace, 3, H, W], ascending. `paid` are what a target's question
+        paid to units by number, where this is the memory of a draft that was told; empty: not known."""
 
     @abstractmethod
     def fresh(self) -> StreamState:
@@ -376,12 +375,14 @@ class StreamPolicy(KVPolicy):
     clip     units that go through the layers together; None leaves it to the session
     query_time_fields  fields that matter at a question alone: what is kept of a stream is the same for all their values
     ingests  takes in stored videos by `VideoSession.ingest` (`StreamState.begin_ingest`), under a sparse pattern too
+    allows_branches  the rows of an answer may be a tree (`StreamPass.branches`), of which `accept` then keeps one path
     """
 
     sequences: ClassVar[bool] = False
     allows_sparse: ClassVar[bool] = False
     clip: ClassVar[int | None] = None
     ingests: ClassVar[bool] = False
+    allows_branches: ClassVar[bool] = False
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:

@@ -31,10 +31,6 @@ class AroundMemory(StreamState):
         self._start = self._tail = 0
 
     @property
-    def allows_branches(self) -> bool:  # type: ignore[override]
-        return self.state.allows_branches
-
-    @property
     def recalls_alike(self) -> bool:  # type: ignore[override]
         return self.state.recalls_alike
 

@@ -94,11 +94,19 @@ class StreamListener(AroundMemory):
 
 
 class Guided:
-    """Lays a `GuidedRecall` round the memory of a draft for one question; `counts` are what it showed."""
+    """Lays a `GuidedRecall` round the memory of a draft for one question.
+
+    counts  what it showed
+    paid    what the target's question paid to each unit that it saw, by number
+    """
 
     def __init__(self, pruner: TokenPruner, heard: Heard) -> None:
         self._pruner, self._heard = pruner, heard
         self.counts: dict[str, float] = {}
+        units, paid = (heard.tokens // heard.unit).tolist(), heard.paid.sum(0).tolist()
+        self.paid = dict.fromkeys(units, 0.0)
+        for number, weight in zip(units, paid, strict=True):
+            self.paid[number] += weight
 
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]

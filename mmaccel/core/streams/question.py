@@ -14,7 +14,7 @@ from mmaccel.core.attach import Question, StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
 from mmaccel.core.decoding.watching import CarefulDraftStream
-from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.errors import warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import StreamPass, StreamState
 from mmaccel.core.prefill.attention import MIN_ROWS
@@ -82,8 +82,6 @@ class QuestionRunner(Runner):
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
-        if more and not self.state.allows_branches:
-            raise ModelError("draft: this kv takes chains, not trees; choose a draft that proposes chains.")
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
         hidden = self.run(self.state, stream_pass, self.adapter.words(ids[0]), few=True, **more)
         return self.adapter.logits(hidden)[None]
@@ -138,25 +136,28 @@ class QuestionRunner(Runner):
 
         def emit(new: Tensor) -> None:
             """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
-            self.meter.token(new.numel())
+            meter.token(new.numel())
             tokens.extend(token for token in new.tolist() if token not in ends)
             if put is not None:
                 text(whole=False)
 
-        draft = CarefulDraft(self.meter)
+        meter = self.meter.sequence()
+        draft = CarefulDraft(meter)
         try:
             with beside.dropping() as stream:
                 if stream is not None:
                     heard = self.around.heard() if isinstance(self.around, Listening) else None
                     stream.ask(self.question, most, *([] if heard is None else [heard]))
-            prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream)
+            prompt = Prompt(
+                {"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream, deadline=self.deadline
+            )
             if beside.failed:
-                self.meter.draft_failed(beside.failed)
+                meter.draft_failed(beside.failed)
             elif strategy.active:
                 with draft.dropping():
                     draft.state = strategy.open(adapter.view)
                     draft.state.begin(prompt)
-            speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=self.meter)
+            speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
         finally:
             draft.close()
             with beside.dropping() as stream:

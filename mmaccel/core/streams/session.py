@@ -204,7 +204,7 @@ class VideoSession:
     def _take(
         self, how: How, clip: Clip, given: Given, done: int, progress: Progress | None, deadline: Deadline
     ) -> int:
-        count, live = clip.frames.shape[0], self._live
+        count, live, watched = clip.frames.shape[0], self._live, 0
         shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
         if live is None:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
@@ -212,11 +212,13 @@ class VideoSession:
             live.beside = self._beside()
 
         def tell(through: int) -> None:
+            nonlocal watched
+            some, watched = slice(watched, through), through
+            live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed)
             if progress is not None:
                 progress(done + through, None if clip.part else done + count)
 
         taken = live.take(clip.frames, shown, tell, deadline, ingest=how == "ingest")
-        live.beside.take(clip.frames[:taken], shown[:taken], clip.fps, live.info.timed)
         if not self.frames:
             live.close()
             self._live = None
@@ -295,12 +297,9 @@ class VideoSession:
             ):
                 text, ids, reason = asked.decode(self.recipe.draft, most, put)
                 self._meter, report = asked.meter, self._told(asked.meter)
-                counters, draft = report.kv, report.draft
+                counters, draft = dict(report.kv), report.draft
                 if draft["rounds"]:
-                    counters = counters | {
-                        "drafted": float(draft["proposed"]),
-                        "accepted": float(draft["accepted"]),
-                    }
+                    counters |= {"drafted": float(draft["proposed"]), "accepted": float(draft["accepted"])}
                 speed = report.ttft_s or 0.0, report.tokens_per_s
                 return Answer(text, ids, *speed, asked.evidence(), counters, reason)
         except Ended as end:

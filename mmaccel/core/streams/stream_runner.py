@@ -299,7 +299,7 @@ class StreamRunner:
         self, state: FrameState, deadline: Deadline, meter: Meter
     ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
-        fresh, picked, info = state.fresh(), state.pick(), self.info
+        fresh, picked, info = state.fresh(), state.pick(getattr(self.around, "paid", {})), self.info
         self._head(fresh)
         if self.kv.ingests:
             fresh.begin_ingest()

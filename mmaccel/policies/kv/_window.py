@@ -51,6 +51,7 @@ class WindowedPolicy(StreamPolicy):
     """
 
     ingests: ClassVar[bool] = True
+    allows_branches: ClassVar[bool] = True
 
     window: int = 76
     local: int = 8

@@ -34,7 +34,7 @@ class StreamMemory(IngestState):
     stays on the device; how many they are the host knows.
     """
 
-    allows_branches = recalls_alike = True
+    recalls_alike = True
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import itertools
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,9 +148,9 @@ def cells() -> Iterator[Cell]:
             yield cell
 
 
-def covering(strength: int, seed: int = 18) -> list[Cell]:
-    """Running cells that hold every choice of `strength` axes that any running cell holds; found greedily."""
-    fine = [cell for cell in cells() if refusal(cell) is None]
+def covering(strength: int, fine: Iterable[Cell] | None = None, seed: int = 18) -> list[Cell]:
+    """Cells of `fine` (None: all that run) that hold all choices of `strength` axes that any of them holds; found greedily."""
+    fine = [cell for cell in cells() if refusal(cell) is None] if fine is None else list(fine)
     random.Random(seed).shuffle(fine)
     axes = list(itertools.combinations(range(len(AXES)), strength))
 
@@ -183,13 +183,20 @@ def film(number: int = 0) -> torch.Tensor:
 
 
 @functools.cache
-def models(family: str) -> tuple[Any, Any, Any]:
-    """A random target with layers after each cut, a draft that is right now and then, and their processor."""
-    target, processor = pair(family, layers=6)
+def models(family: str, layers: int = 6) -> tuple[Any, Any, Any]:
+    """A random target with layers after each cut, a draft that is right now and then, and their processor.
+
+    Weights of the layers are large: what random models of usual weights say is one token again and again, whatever they see.
+    """
+    target, processor = pair(family, layers=layers)
+    target = copy.deepcopy(target)
+    for name, weight in target.named_parameters():
+        if "language_model.layers." in name and weight.ndim == 2:
+            weight.data *= 5
     draft = copy.deepcopy(target)
     torch.manual_seed(1)
     weight = draft.get_output_embeddings().weight
-    weight.data += 0.01 * torch.randn_like(weight)
+    weight.data += 0.002 * torch.randn_like(weight)
     return target, draft, processor
 
 

@@ -118,13 +118,13 @@ class StreamModel(ABC):
         few: bool = False,
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
+        ears: Mapping[int, Callable[[Tensor], None]] | None = None,
     ) -> Tensor:
-        """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory.
-
-        Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer. `few`: the
-        columns are a question's or an answer's, which few kernels may compute where they round otherwise than the modules.
+        """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory. Keys
+        and queries reach the memory before rotation; with `hidden` it is told what enters each layer. `few`: the columns are
+        a question's or an answer's, which few kernels may compute where they round otherwise than the modules.
         `check` is called at each layer where columns are many; what it raises breaks the pass off. `branches`: the columns
-        are a tree.
+        are a tree. `ears`: by layer, what enters it [1, n, E]; by their number, what leaves the last.
         """
 
     @abstractmethod

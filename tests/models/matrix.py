@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 import mmaccel
-from mmaccel.core.errors import MmaccelWarning, RecipeError
+from mmaccel.cli import catalog
+from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe, check_sequences, stream_policy
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy, registry
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel_lab.world import World, render
@@ -72,15 +73,9 @@ DRAFT: dict[str, Callable[..., Any]] = {
     "sparse_to_dense": lambda model: SparseToDense(window=3, retention=0.5, **ALWAYS),
     **MODELS,
 }
-PRUNERS = {
-    stage: [
-        "none",
-        *sorted(n for n, cls in registry("prune").items() if (cls.stage == "draft") == (stage == "draft")),
-    ]
-    for stage in ("draft", "target")
-}
+CHOICES = catalog.choices()
 PRUNE: dict[str, Any] = {
-    **{name: None if name == "none" else name for name in PRUNERS["target"]},
+    **{name: None if name == "none" else name for name in CHOICES["prune"]},
     "fastv": {"name": "fastv", "retention": 0.3},
     # What they leave of a clip of a memory is long enough for a pattern.
     "visionzip": {"name": "visionzip", "retention": 0.85},
@@ -89,21 +84,16 @@ PRUNE: dict[str, Any] = {
 AXES: dict[str, list[str]] = {
     "family": ["random-ov", "random-qwen"],
     "use": ["generate", "batch", "session"],
-    "sparse": sorted(registry("sparse")),
-    "kv": sorted(registry("kv")),
-    "draft": sorted(registry("draft")),
-    "own": PRUNERS["draft"],
-    "prune": PRUNERS["target"],
+    **{kind: CHOICES[kind] for kind in ("sparse", "kv", "draft", "own", "prune")},
 }
+SERVES = {"generate": "generate", "batch": "generate", "session": "VideoSession"}
+"""The word of the catalogue for each use."""
 
 
 def draft_of(cell: Cell, model: torch.nn.Module) -> Any:
-    """The draft of a cell, by `model`; raises `RecipeError` for a pruner of a draft that takes none."""
-    if cell.own == "none":
-        return DRAFT[cell.draft](model)
-    if cell.draft not in MODELS:
-        raise RecipeError(f"draft {cell.draft!r} has no prune, and {cell.own!r} is none of its fields.")
-    return MODELS[cell.draft](model, prune={"name": cell.own, "retention": 0.3})
+    """The draft of a cell, by `model`."""
+    own = {} if cell.own == "none" else {"prune": {"name": cell.own, "retention": 0.3}}
+    return DRAFT[cell.draft](model, **own)
 
 
 BUILT = {
@@ -113,12 +103,9 @@ BUILT = {
 }
 
 
-def recipe_of(cell: Cell, draft: Any) -> Recipe:
-    """The recipe of a cell with `draft`; raises `RecipeError` where it is refused, before any weight moves."""
-    parts = {kind: BUILT[kind][getattr(cell, kind)] for kind in BUILT}
-    made = Recipe(**parts, draft=draft)
-    (stream_policy if cell.use == "session" else check_sequences)(made)
-    return made
+def parts_of(cell: Cell, draft: Any) -> dict[str, Any]:
+    """What the recipe of a cell is made of."""
+    return {**{kind: BUILT[kind][getattr(cell, kind)] for kind in BUILT}, "draft": draft}
 
 
 @functools.cache
@@ -128,16 +115,13 @@ def _any_draft(draft: str, own: str) -> Any:
 
 @functools.cache
 def _refusal(cell: Cell) -> str | None:
-    try:
-        recipe_of(cell, _any_draft(cell.draft, cell.own))
-    except RecipeError as error:
-        return str(error)
-    return None
+    told = catalog.refusal(cell.use, **parts_of(cell, _any_draft(cell.draft, cell.own)))
+    return None if told == catalog.YES else told
 
 
 def refusal(cell: Cell) -> str | None:
     """Why a cell is refused, whatever its family; None: it runs."""
-    return _refusal(cell._replace(family=""))
+    return _refusal(cell._replace(family="", use=SERVES[cell.use]))
 
 
 def cells() -> Iterator[Cell]:
@@ -149,7 +133,7 @@ def cells() -> Iterator[Cell]:
 
 
 def covering(strength: int, fine: Iterable[Cell] | None = None, seed: int = 18) -> list[Cell]:
-    """Cells of `fine` (None: all that run) that hold all choices of `strength` axes that any of them holds; found greedily."""
+    """Cells of `fine` (None: all that run) holding all choices of `strength` axes that any of them holds, found greedily."""
     fine = [cell for cell in cells() if refusal(cell) is None] if fine is None else list(fine)
     random.Random(seed).shuffle(fine)
     axes = list(itertools.combinations(range(len(AXES)), strength))
@@ -207,7 +191,7 @@ Said = tuple[tuple[int, ...], ...]
 def run(cell: Cell, rows: tuple[int, ...]) -> tuple[Said, mmaccel.Report]:
     """The ids of a cell's answers to the prompts numbered `rows`, and its report. What warns is no cell that runs."""
     target, draft, processor = models(cell.family)
-    recipe = recipe_of(cell, draft_of(cell, draft))
+    recipe = Recipe(**parts_of(cell, draft_of(cell, draft)))
     with warnings.catch_warnings():
         warnings.simplefilter("error", MmaccelWarning)
         if cell.use == "session":

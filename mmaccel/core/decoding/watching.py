@@ -36,7 +36,8 @@ class Heard:
     tokens  [n] long, ascending: what a layer saw; the unit's number, as all models of a pace count them, times P, plus the
             place in it
     paid    [k, n] float32: the attention that the question paid to each, a mean over its rows, heads and the layers of the
-            group `Stage.attention[k]`; a layer that did not see it paid nothing
+            group `Stage.attention[k]`; a layer that did not see it paid nothing. Of a pruner that reads states it is its
+            score [1, n], moved to be positive
     """
 
     stage: Stage

@@ -17,7 +17,7 @@ from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy
-from mmaccel.core.streams.listening import Guided
+from mmaccel.core.streams.listening import Around, Guided
 from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
 from mmaccel.core.streams.stream_runner import StreamRunner
@@ -71,7 +71,7 @@ class LocalDraftStream(DraftStream):
         """Run the question that was asked: what goes on after it, until `done`."""
         if self._live is None or self._asked is None:
             raise ModelError("the draft has seen no frame, or was asked nothing.")
-        self._live.around = self._guided
+        self._live.around = self._guided or Around()
         return self._question.enter_context(self._live.asked(*self._asked, weigh=False))
 
     def done(self) -> None:

@@ -44,7 +44,7 @@ class QuestionRunner(Runner):
     evidence: Callable[[], tuple[Evidence, ...]]
     question: str
     beside: CarefulDraftStream
-    around: Around | None
+    around: Around
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:

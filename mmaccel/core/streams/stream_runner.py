@@ -69,7 +69,7 @@ class StreamRunner:
         self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
         self.beside = CarefulDraftStream()
         pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
-        self.around: Around | None = None if pruner is None else Listening(pruner, depth)
+        self.around = Around() if pruner is None else Listening(pruner, depth)
         self._warned = self._full = self._ingests = False
         self._pruned: dict[str, float] = {}
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
@@ -220,6 +220,7 @@ class StreamRunner:
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
+        how |= self.around.ears(stream_pass.kind)
         state.begin_pass(stream_pass)
         hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
         state.end_pass()
@@ -271,9 +272,8 @@ class StreamRunner:
         acts = None if prune is None else prune.on_stream()
         depth, seen = adapter.view.geometry.layers, before + asking.visual
         pruned = None
-        if self.around is not None:
-            numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
-            state = self.around(state, self.stream, seen, numbers)
+        numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
+        state = self.around(state, self.stream, seen, numbers)
         if acts is not None and (acts.stage == "layer" or acts.glance is not None):
             state = pruned = RecallPruning(state, acts, self.stream, depth, seen)
         parts = [info.marks, asking.embeds]
@@ -298,6 +298,7 @@ class StreamRunner:
     ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
         fresh, picked, info = state.fresh(), state.pick(), self.info
+        self.around.cut(0)
         self._head(fresh)
         self.adapter.attention.meter.clear()
         if self.kv.ingests:
@@ -305,8 +306,7 @@ class StreamRunner:
         for at in range(0, len(picked), self._bulk):
             deadline.check()
             some = picked[at : at + self._bulk]
-            # Each clip of the stream may have had a size of its own.
-            alike = itertools.groupby((one for _, one in some), _size)
+            alike = itertools.groupby((one for _, one in some), _size)  # each clip may have had its own size
             runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
             times = [info.shown(number, 1)[0] for number, _ in some]
             self._units(fresh, torch.cat(runs), times)
@@ -328,13 +328,13 @@ class StreamRunner:
         return self.state.checkpoint(), replace(info), len(info.spans), len(info.times), self.beside.mark()
 
     def back(self, mark: Any) -> None:
-        """As it was at `mark`."""
+        """As it was at `mark`, since when lists have only grown."""
         memory, info, spans, times, beside = mark
-        # The lists have only grown.
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
         self.beside.back(beside)
+        self.around.cut(self.state.units() * info.unit)
 
     def counters(self) -> dict[str, float]:
         """Those of the memory, and what a pruner left of all units, or of what the last question recalled."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import warn
-from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.memory.kv import Stream, StreamPolicy, StreamState
 from mmaccel.core.prefill.prune import Stage, TokenPruner
 
 
@@ -53,6 +53,24 @@ class Heard:
             return paid.new_zeros(len(paid), len(wanted))
         at = torch.searchsorted(tokens, wanted).clamp(max=len(tokens) - 1)
         return torch.where(tokens[at] == wanted, paid[:, at], 0.0)
+
+
+class Around:
+    """Lays something round a memory while a question lasts; this one nothing."""
+
+    def __call__(
+        self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
+    ) -> StreamState:
+        """`state`, or what stands in its place. The first `before` rows of the question are no words. `numbers` has for each
+        unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
+        return state
+
+    def ears(self, kind: str) -> dict[str, Any]:
+        """What `StreamModel.run` is to be told of a pass of this kind."""
+        return {}
+
+    def cut(self, tokens: int) -> None:
+        """The memory has gone back to so many tokens of units."""
 
 
 class DraftStream(ABC):

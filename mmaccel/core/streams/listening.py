@@ -9,30 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.watching import Heard
+from mmaccel.core.decoding.watching import Around, Heard
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, paid
 from mmaccel.core.prefill.recalled import AroundMemory, RecallPruning
-
-
-class Around:
-    """Lays something round a memory while a question lasts; this one nothing."""
-
-    def __call__(
-        self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
-    ) -> StreamState:
-        """`state`, or what stands in its place. The first `before` rows of the question are no words. `numbers` has for each
-        unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
-        return state
-
-    def ears(self, kind: str) -> dict[str, Any]:
-        """What `StreamModel.run` is to be told of a pass of this kind."""
-        return {}
-
-    def cut(self, tokens: int) -> None:
-        """The memory has gone back to so many tokens of units."""
 
 
 class Listening(Around):

@@ -13,11 +13,11 @@ from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
-from mmaccel.core.decoding.watching import CarefulDraftStream
+from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import StreamPass, StreamState
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.listening import Around, Listening
+from mmaccel.core.streams.listening import Listening
 
 
 @dataclass(eq=False)

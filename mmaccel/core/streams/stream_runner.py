@@ -15,12 +15,12 @@ from torch import Tensor
 
 from mmaccel.core.attach import Clip, StreamModel
 from mmaccel.core.decoding.generate import Deadline, Evidence
-from mmaccel.core.decoding.watching import CarefulDraftStream
+from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.listening import Around, Listening
+from mmaccel.core.streams.listening import Listening
 from mmaccel.core.streams.question import QuestionRunner
 
 UNITS = 16

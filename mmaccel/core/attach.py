@@ -60,12 +60,11 @@ class StreamModel(ABC):
     """One model as a stream uses it: pixels to features, features through the layers.
 
     Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
-    threads are done. Decoder layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V vocabulary.
+    threads are done. A unit has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V vocabulary.
     """
 
     view: ModelView
     pace: int
-    """Frames of a unit."""
     dtype: torch.dtype
     device: torch.device
     layer_devices: list[torch.device]
@@ -120,12 +119,13 @@ class StreamModel(ABC):
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
         meter: Meter | None = None,
+        ears: Mapping[int, Callable[[Tensor], None]] | None = None,
     ) -> Tensor:
-        """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory.
-
-        Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer. `few`: the
-        columns are of a question or answer, a tree with `branches`; few kernels may compute them, rounding otherwise than
-        modules. `check` is called at each layer where columns are many; its error ends the pass. `meter` counts pairs.
+        """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory. Keys and
+        queries reach it before rotation; with `hidden` it is told what enters each layer. `few`: the columns are of a
+        question or answer, a tree with `branches`; few kernels may compute them, rounding otherwise than modules. `check` is
+        called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `ears` hear by layer what
+        enters it [1, n, E], and by their number what leaves the last.
         """
 
     @abstractmethod

@@ -90,8 +90,8 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
         attachment.owner.attention.meter.note("kv: past_key_values is None: the memory ends with its call")
     if len(rows) > 1 and cache is not None:
         cache = None
-        message = "past_key_values is None: under a draft each sequence of a batch has its own cache"
-        attachment.owner.attention.meter.note(f"draft: {message}")
+        message = "past_key_values is None: each sequence of this batch has a cache of its own"
+        attachment.owner.attention.meter.note(message)
         warn(f"{message}; set use_cache=False, or give prompts one by one.")
     return GenerateDecoderOnlyOutput(
         sequences=ids,  # type: ignore[arg-type]

@@ -240,7 +240,7 @@ class PromptRunner(Runner):
                 self._question = self._open.enter_context(asked)
                 if isinstance(live.around, Listening) and (heard := live.around.heard()) is not None:
                     for probe in probes:
-                        if isinstance(probe, Listener) and probe.heard:
+                        if isinstance(probe, Listener) and (probe.heard or probe.hidden):
                             probe.told(prompt.paid(heard))
             except BaseException:
                 self.settle()

@@ -17,7 +17,7 @@ from torch import nn
 from mmaccel.core import costs, rates
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
-from mmaccel.core.recipe import USES, Recipe
+from mmaccel.core.recipe import MAIN_PRESETS, Recipe
 from mmaccel.models import loading, shapes
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import positions_of
@@ -154,7 +154,7 @@ def recommend(
     *,
     lossless: bool = False,
     draft: rates.Sizes | None = None,
-    presets: Sequence[str] = USES,
+    presets: Sequence[str] = MAIN_PRESETS,
 ) -> Recommendation:
     """The preset with which `work` takes least seconds, of those that fit into ``work.memory`` and ``work.host`` bytes; a
     lossless one where that takes little longer (`MARGIN`).

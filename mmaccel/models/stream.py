@@ -121,6 +121,7 @@ class StreamPasses:
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
         meter: Meter | None = None,
+        ears: Mapping[int, Callable[[Tensor], None]] | None = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
         # The last rows of a question are a prompt's last; no row of a unit is.
@@ -129,7 +130,7 @@ class StreamPasses:
             self.attention, False, rest, branches, state=state, stream=True, check=check, meter=meter
         )
         # Captured steps have chains alone.
-        captured = few and branches is None and embeds.device.type in step.DEVICES
+        captured = few and branches is None and not ears and embeds.device.type in step.DEVICES
         steps = self._few if captured else None
         if steps is not None and steps.serves(embeds):
             with self._busy():
@@ -140,7 +141,7 @@ class StreamPasses:
             places = places.expand(3, 1, -1)
         # What is attached wraps the forward of the text model, which prompts of other memories go through.
         forward = self.text if self._attachment is None else self._attachment.forward
-        with self._busy(), self._hooked(state, hidden), cache.at_work():
+        with self._busy(), self._hooked(state, hidden, ears or {}), cache.at_work():
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=places,
@@ -161,8 +162,11 @@ class StreamPasses:
                 yield
 
     @contextmanager
-    def _hooked(self, state: StreamState, hidden: bool) -> Iterator[None]:
-        """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to.
+    def _hooked(
+        self, state: StreamState, hidden: bool, ears: Mapping[int, Callable[[Tensor], None]]
+    ) -> Iterator[None]:
+        """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to, and
+        `ears` hear what enters theirs.
 
         The model is nobody's: what another thread calls meanwhile computes what it does without us.
         """
@@ -181,6 +185,16 @@ class StreamPasses:
             if threading.get_ident() == thread:
                 state.ahead(number, args[0] if args else kwargs["hidden_states"])
 
+        def entering(
+            ear: Callable[[Tensor], None], module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+        ) -> None:
+            if threading.get_ident() == thread:
+                ear(args[0] if args else kwargs["hidden_states"])
+
+        def leaving(ear: Callable[[Tensor], None], module: nn.Module, args: Any, out: Any) -> None:
+            if threading.get_ident() == thread:
+                ear(out if isinstance(out, Tensor) else out[0])
+
         layers: list[Any] = list(self.family.layers(self.model))
         inside, shared = [layer.self_attn for layer in layers], self.text.config
         with Hooks() as hooks:
@@ -192,6 +206,11 @@ class StreamPasses:
                 hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared})
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))
+            for number, ear in ears.items():
+                if number < len(layers):
+                    hooks.before(layers[number], functools.partial(entering, ear))
+                else:
+                    hooks.after(layers[-1], functools.partial(leaving, ear))
             yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.watching import Heard
-from mmaccel.core.errors import RecipeError
-from mmaccel.core.prefill.prune import Stage
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
+from mmaccel.core.prefill.prune import Signals, Stage
+from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.listening import Listening
 from mmaccel.models.signals import Listener
@@ -24,7 +27,7 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 TIGHT = every_stream(frames=6, window=8)
 ALL = every_stream()
 TOKENS = 14
-PRUNERS = ("attention", "uniform", "random")
+PRUNERS = ("attention", "uniform", "random", "uv")
 
 
 def asked(kv: Any, draft: Any, frames: int = 18, name: str = "random-qwen", **choices: Any) -> Any:
@@ -65,9 +68,9 @@ def test_a_pruner_that_keeps_everything_changes_nothing_of_the_draft(kv: str) ->
     assert found[0].counters["accepted"] == found[1].counters["accepted"] > 0
 
 
-def heard_of(kv: Any, **choices: Any) -> Heard:
-    """What the question's attention was, of a session with a draft that has a pruner."""
-    draft = Sequential(model=pair("random-ov")[0], prune="attention")  # type: ignore[arg-type]
+def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> Heard:
+    """What a draft's pruner is told of the question to a session."""
+    draft = Sequential(model=pair("random-ov")[0], prune=prune)
     with open_session("random-ov", kv, draft=draft, **choices) as session:
         session.watch(film(18), fps=FPS)
         around = session._live.around
@@ -95,6 +98,72 @@ def test_what_is_heard_is_what_the_plain_model_attends_to() -> None:
     want = torch.stack([one[0, :, after:].mean((0, 1)) for one in rows]).mean(0)[inside]
     assert heard.tokens.tolist() == list(range(18 * heard.unit))
     assert want.std() > 0 and (heard.paid[0] - want).abs().max() <= 1e-6
+
+
+UV = {"name": "uv", "layer": 2, "base": 0}
+"""Also reads what leaves the last layer."""
+
+
+@pytest.mark.parametrize("kv", ALL)
+def test_scores_by_states_are_those_of_the_plain_model(kv: str) -> None:
+    """With everything in view: what the pruner makes of the states of a plain prompt, up to a number."""
+    model, processor = pair("random-ov")
+    heard = heard_of(ALL[kv], UV)
+    content = [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}]
+    inputs, states = processor.chat(content, fps=FPS), []
+    layers = model.model.language_model.layers
+    hooks = [layers[0].register_forward_pre_hook(lambda module, args: states.append(args[0][0]))]
+    hooks += [layers[1].register_forward_hook(lambda module, args, out: states.append(out[0]))]
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    layout = adapter_for(model).layout(model, inputs)
+    tail, (begin, end) = adapter_for(model).stream_adapter(model, processor).tail(QUESTION)
+    column = torch.arange(layout.length)[None] - (layout.length - len(tail))
+    layout = dataclasses.replace(layout, asked=(column >= begin) & (column < end))
+    video = (inputs["input_ids"][0] == model.config.video_token_id).nonzero()[: len(heard.tokens), 0]
+    hidden = torch.stack([one.view(layout.length, -1) for one in states])
+    want = policy("prune", UV).score(Signals(hidden=hidden), layout, video)
+    assert heard.tokens.tolist() == list(range(18 * heard.unit)) and want.std() > 0
+    assert (heard.paid[0] - (want - want.amin() + 1)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("kv", ["mosaic", "livevlm", "no_cache"])
+def test_states_go_back_with_a_clip_and_are_saved(kv: str, tmp_path: Path) -> None:
+    draft = Sequential(model=pair("random-ov")[0], prune=UV)  # type: ignore[arg-type]
+
+    def scores(session: mmaccel.VideoSession) -> torch.Tensor:
+        assert session._live is not None and isinstance(session._live.around, Listening)
+        with session._live.asked(QUESTION, 4):
+            heard = session._live.around.heard()
+        assert heard is not None
+        return heard.paid
+
+    with open_session("random-ov", TIGHT[kv], draft=draft) as session:
+        session.watch(film(10), fps=FPS)
+        with pytest.raises(ModelError):
+            session.watch(film(10), times=[float(n) for n in range(20, 31)])
+        session.watch(film(18)[10:], fps=FPS)
+        found = scores(session)
+        session.save(tmp_path / "saved")
+    with open_session("random-ov", TIGHT[kv], draft=draft) as session:
+        session.watch(film(10), fps=FPS)
+        session.watch(film(18)[10:], fps=FPS)
+        assert torch.equal(scores(session), found)
+        session.load(tmp_path / "saved")
+        assert torch.equal(scores(session), found)
+
+
+def test_frames_that_were_not_heard_are_told_of(tmp_path: Path) -> None:
+    model = pair("random-ov")[0]
+    with open_session("random-ov", ALL["mosaic"], draft=Sequential(model=model)) as session:
+        session.watch(film(10), fps=FPS)
+        session.save(tmp_path / "saved")
+    with open_session("random-ov", ALL["mosaic"], draft=Sequential(model=model, prune=UV)) as session:  # type: ignore[arg-type]
+        session.load(tmp_path / "saved")
+        with pytest.warns(MmaccelWarning, match="prune 'uv' did not hear the frames that were read before"):
+            session.ask(QUESTION, 4)
 
 
 @pytest.mark.parametrize("kv", TIGHT)
@@ -137,8 +206,6 @@ def test_a_call_prunes_what_its_draft_reads(kv: str, prune: str, monkeypatch: py
 
 def test_what_does_not_act_is_told() -> None:
     model = pair("random-qwen")[0]
-    with pytest.raises(RecipeError, match="reads the states of a whole prompt, and kv 'mosaic'"):
-        open_session("random-qwen", "mosaic", draft=Sequential(model=model, prune="uv"))  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="set compact to False"):
         given: Any = {"name": "uniform", "compact": True}
         open_session("random-qwen", "mosaic", draft=Sequential(model=model, prune=given))

@@ -12,7 +12,15 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.recipe import FORMER, USES, Recipe, check_sequences, fields_of, presets, stream_policy
+from mmaccel.core.recipe import (
+    FORMER,
+    MAIN_PRESETS,
+    Recipe,
+    check_sequences,
+    fields_of,
+    presets,
+    stream_policy,
+)
 from mmaccel_lab.world import World, render
 from tests.models.streams import QUESTION, pair
 
@@ -37,7 +45,7 @@ def film(frames: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", MAIN_PRESETS)
 def test_all_that_a_preset_names_acts_in_a_session(name: str, family: str) -> None:
     model, processor = pair(family)
     chosen, report = recipe(name, family), None
@@ -72,7 +80,7 @@ def test_a_lossless_preset_says_what_the_plain_model_says(name: str, family: str
         assert fast.report().draft["rounds"] > 0 and fast.report().kept == 1.0
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", MAIN_PRESETS)
 def test_a_preset_says_what_it_keeps_and_risks_and_where_its_figures_stand(name: str) -> None:
     lines = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text().splitlines()
     told = {line.split()[1] for line in lines if line.startswith("# ") and len(line.split()) > 3}

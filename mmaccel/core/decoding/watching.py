@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import DraftError, warn
-from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.memory.kv import Stream, StreamPolicy, StreamState
 from mmaccel.core.prefill.prune import Stage, TokenPruner
 
 SLOW, SLOW_S = 2.0, 20.0
@@ -40,7 +40,8 @@ class Heard:
     tokens  [n] long, ascending: what a layer saw; the unit's number, as all models of a pace count them, times P, plus the
             place in it
     paid    [k, n] float32: the attention that the question paid to each, a mean over its rows, heads and the layers of the
-            group `Stage.attention[k]`; a layer that did not see it paid nothing
+            group `Stage.attention[k]`; a layer that did not see it paid nothing. Of a pruner that reads states it is its
+            score [1, n], moved to be positive
     """
 
     stage: Stage
@@ -56,6 +57,24 @@ class Heard:
             return paid.new_zeros(len(paid), len(wanted))
         at = torch.searchsorted(tokens, wanted).clamp(max=len(tokens) - 1)
         return torch.where(tokens[at] == wanted, paid[:, at], 0.0)
+
+
+class Around:
+    """Lays something round a memory while a question lasts; this one nothing."""
+
+    def __call__(
+        self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
+    ) -> StreamState:
+        """`state`, or what stands in its place. The first `before` rows of the question are no words. `numbers` has for each
+        unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
+        return state
+
+    def ears(self, kind: str) -> dict[str, Any]:
+        """What `StreamModel.run` is to be told of a pass of this kind."""
+        return {}
+
+    def cut(self, tokens: int) -> None:
+        """The memory has gone back to so many tokens of units."""
 
 
 class DraftStream(ABC):

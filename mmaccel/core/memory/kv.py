@@ -110,6 +110,9 @@ class KVState(ABC):
         """The `count` columns after those held were written to the `buffers` of all layers."""
         raise ModelError(f"{type(self).__name__} is not written in place.")
 
+    follows: ClassVar[bool] = False
+    """Whether it is a part of the recipe's own memory, so that a pruner has been at work."""
+
     def lacks(self, layer: int) -> int:
         """How many of the columns of the sequence `layer` does not hold, all of them of the prompt."""
         return 0

@@ -110,8 +110,7 @@ class SplitState(StreamState):
         self._states, self._devices = [state for *_, state in parts], [device for _, device, _ in parts]
         self._layers = [len(layers) for layers, *_ in parts]
         self._of = [(state, layer) for layers, _, state in parts for layer in range(len(layers))]
-        first = self._states[0]
-        self.allows_branches, self.recalls_alike = first.allows_branches, first.recalls_alike
+        self.recalls_alike = self._states[0].recalls_alike
 
     # One layer.
 

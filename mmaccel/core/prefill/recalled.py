@@ -194,10 +194,13 @@ class RecallPruning(AroundMemory):
             columns = torch.cat([left, columns[base:]])
             layout = thin(layout, columns)
         if self.pruner.candidates(layout).numel():
-            signals = Signals(attention=torch.stack(attention)) if attention else Signals()
+            signals = self._signals(attention)
             kept = self.pruner.keep(signals, layout, stage, total)
             columns = columns[checked_columns(self.pruner, kept, layout)]
         return columns[: len(columns) - self._tail]
+
+    def _signals(self, attention: list[Tensor]) -> Signals:
+        return Signals(attention=torch.stack(attention)) if attention else Signals()
 
     def _tell(self, layer: int, first: int) -> None:
         """Count what `layer` shows, and tell the memory, whose evidence weighs that alone."""

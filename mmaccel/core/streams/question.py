@@ -13,14 +13,14 @@ from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import Question, StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
-from mmaccel.core.decoding.watching import CarefulDraftStream
+from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import StreamPass, StreamState
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.listening import Around, Listening
+from mmaccel.core.streams.listening import Listening
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest and on questions of "
@@ -66,7 +66,7 @@ class QuestionRunner(Runner):
     evidence: Callable[[], tuple[Evidence, ...]]
     question: str
     beside: CarefulDraftStream
-    around: Around | None
+    around: Around
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:

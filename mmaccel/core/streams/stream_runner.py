@@ -15,13 +15,13 @@ from torch import Tensor
 
 from mmaccel.core.attach import Clip, StreamModel
 from mmaccel.core.decoding.generate import Deadline, Evidence
-from mmaccel.core.decoding.watching import CarefulDraftStream
+from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.listening import Around, Listening
+from mmaccel.core.streams.listening import Listening
 from mmaccel.core.streams.question import WATCHED, QuestionRunner, planned_rows
 
 UNITS = 16
@@ -67,7 +67,7 @@ class StreamRunner:
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
         pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
-        self.around: Around | None = None if pruner is None else Listening(pruner, depth)
+        self.around = Around() if pruner is None else Listening(pruner, depth)
         self._warned, self._full, self._ingests, self._pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.places(info.size, fps), adapter.head().numel()
@@ -221,6 +221,7 @@ class StreamRunner:
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
+        how |= self.around.ears(stream_pass.kind)
         state.begin_pass(stream_pass)
         hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
         state.end_pass()
@@ -273,9 +274,8 @@ class StreamRunner:
         acts = None if prune is None else prune.on_stream()
         depth, seen = adapter.view.geometry.layers, before + asking.visual
         pruned = None
-        if self.around is not None:
-            numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
-            state = self.around(state, self.stream, seen, numbers)
+        numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
+        state = self.around(state, self.stream, seen, numbers)
         if acts is not None and (acts.stage == "layer" or acts.glance is not None):
             state = pruned = RecallPruning(state, acts, self.stream, depth, seen)
         parts = [info.marks, asking.embeds]
@@ -300,14 +300,14 @@ class StreamRunner:
     ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
         fresh, picked, info = state.fresh(), state.pick(getattr(self.around, "paid", {})), self.info
+        self.around.cut(0)
         self._head(fresh)
         if self.kv.ingests:
             fresh.begin_ingest()
         for at in range(0, len(picked), self._bulk):
             deadline.check()
             some = picked[at : at + self._bulk]
-            # Each clip of the stream may have had a size of its own.
-            alike = itertools.groupby((one for _, one in some), _size)
+            alike = itertools.groupby((one for _, one in some), _size)  # each clip may have had its own size
             runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
             times = [info.shown(number, 1)[0] for number, _ in some]
             self._units(fresh, torch.cat(runs), times, meter=meter)
@@ -329,13 +329,13 @@ class StreamRunner:
         return self.state.checkpoint(), replace(info), len(info.spans), len(info.times), self.beside.mark()
 
     def back(self, mark: Any) -> None:
-        """As it was at `mark`."""
+        """As it was at `mark`, since when lists have only grown."""
         memory, info, spans, times, beside = mark
-        # The lists have only grown.
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
         self.beside.back(beside)
+        self.around.cut(self.state.units() * info.unit)
 
     def counters(self) -> dict[str, float]:
         """Those of the memory, and what a pruner left of all units, or of what the last question recalled."""

@@ -3,7 +3,7 @@
     python bench/memories.py --model tiny-ov --processes 12 --limit 480 --out memories.jsonl
     python bench/memories.py --plan parts --model tiny-ov --processes 12 --limit 120 --out parts.jsonl
     python bench/memories.py --plan systems --model tiny-ov --frames 500 4000 --worlds 20 10 --budgets 64 --cards 7 \
-        --most 28 --told 64 --processes 16 --limit 500 --out systems.jsonl --table systems.md
+        --scenes 5 --most 20 --told 64 --processes 16 --limit 500 --out systems.jsonl --table systems.md
     python bench/memories.py --memory mosaic rekv livevlm streammem --call 1 --frames 256 --worlds 5 --out one.jsonl
     python bench/memories.py --rows one.jsonl other.jsonl --out all.jsonl --brief bench/results/memories_h200_202611.jsonl
 
@@ -89,9 +89,9 @@ MEMORIES = ("mosaic", "rekv", "livevlm", "streammem", "recent", "window", "no_ca
 WINDOW_ALONE = _mosaic("window alone", encode_frames=0)
 """What passes see is the window: the default, called "mosaic", of rows from before passes retrieved."""
 
-# By "auto" a GPU would find that no pattern pays on models so small.
-GRID = {"sparse": "grid", "backend": "triton" if torch.cuda.is_available() else "auto"}
-SPARSE = {**GRID, "sparse": {"name": "per_head", "table": "shipped"}}
+SPARSE: dict[str, Any] = {"sparse": {"name": "per_head", "table": "shipped"}}
+if torch.cuda.is_available():  # where "auto" would find that no pattern pays on models so small
+    SPARSE["backend"] = "triton"
 DRAFT = {"draft": {"name": "sequential", "kv": {"name": "mosaic", "window": 16, "local": 8}}}
 
 
@@ -100,11 +100,7 @@ def _film(label: str, kv: str, **beside: Any) -> Memory:
 
 
 PLANS: Mapping[str, Sequence[Memory]] = {
-    "all": [
-        "mosaic",
-        WINDOW_ALONE,
-        *MEMORIES[1:],
-    ],
+    "all": ["mosaic", WINDOW_ALONE, *MEMORIES[1:]],
     # What gives what: an index by frame or by cluster, retrieval by passes, summary tokens: each with and without.
     # `FRAMES` of frames that are indexed one by one is ReKV, answer for answer (tests/test_bench_memories.py).
     "parts": [
@@ -152,7 +148,7 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _clusters("8 a cluster", semantic=8),
         "rekv",
     ],
-    # Films ingested by the three systems (docs/mosaic.md says which), alone and together; other memories, another pattern.
+    # Films ingested by the three systems (docs/mosaic.md says which), alone and together; and other memories.
     "systems": [
         _film("sparse + memory + draft", "mosaic", **SPARSE, **DRAFT),
         _film("nothing", "full"),
@@ -162,9 +158,7 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _film("sparse + memory", "mosaic", **SPARSE),
         _film("sparse + draft", "full", **SPARSE, **DRAFT),
         _film("memory + draft", "mosaic", **DRAFT),
-        *(_film(f"memory: {name}", name) for name in ("rekv", "livevlm", "streammem")),
-        _film("sparse: grid", "full", **GRID),
-        _film("sparse: grid + memory", "mosaic", **GRID),
+        *(_film(f"memory: {name}", name) for name in ("rekv", "streammem")),
     ],
 }
 """Memories that are compared with one another; a mapping is a policy's fields, and the `label` it is shown under."""
@@ -216,14 +210,16 @@ def chosen(options: argparse.Namespace) -> list[Memory]:
 
 def worlds(options: argparse.Namespace) -> list[tuple[int, int]]:
     """(frames, seed) of the worlds, in an order that has all lengths in proportion wherever it is broken off; each length
-    has its own, the first of so many `--cards`."""
+    has its own, the first of so many `--cards` and `--scenes`."""
     counts = options.worlds * len(options.frames) if len(options.worlds) == 1 else options.worlds
     if len(counts) != len(options.frames):
         raise SystemExit("--worlds: give one number, or one for each of --frames.")
     turns = []
     for frames, count in zip(options.frames, counts, strict=True):
         every = itertools.count(options.seed + 100_003 * frames)
-        full = (seed for seed in every if len(World.generate(seed, frames).cards) >= options.cards)
+        made = (World.generate(seed, frames) for seed in every)
+        rich = (one for one in made if len(one.cards) >= options.cards)
+        full = (one.seed for one in rich if len(one.questions("scene")) >= options.scenes)
         turns += [((n + 1) / count, frames, seed) for n, seed in enumerate(itertools.islice(full, count))]
     return [(frames, seed) for _, frames, seed in sorted(turns)]
 
@@ -343,6 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--call", type=int, help="frames a memory is given at a time (many)")
     parser.add_argument("--most", type=int, default=4, help="questions of a kind about a world, at most")
     parser.add_argument("--cards", type=int, default=1, choices=range(1, 9), help="of a world, at least")
+    parser.add_argument("--scenes", type=int, default=0, choices=range(8), help="asked about, at least")
     parser.add_argument("--told", type=int, default=0, help="tokens of a caption asked for last, at most")
     parser.add_argument("--seed", type=int, default=0, help="training has seen none below 2**31")
     parser.add_argument(

@@ -146,23 +146,39 @@ class Processor:
         texts = [check_text(one, "text") for one in ([text] if isinstance(text, str) else text)]
         if not texts:
             raise ModelError("text is an empty list: give at least one text.")
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        if padding_side not in ("left", "right"):
+            raise ModelError(f"padding_side={padding_side!r} must be 'left' or 'right'.")
+        pictures = [[as_image(image) for image in row] for row in image_rows(images)]
+        shown, rates = self._read(video_list(videos), fps, frames)
+        self._match(texts, {"image": sum(map(len, pictures)), "video": len(shown)})
+        where = {"device": device, "dtype": dtype}
+        made = self._inputs(texts, pictures, shown, rates, padding_side, add_special_tokens, where)
+        return {name: value.to(device) for name, value in made.items()} if device is not None else made
+
+    def _inputs(
+        self,
+        texts: list[str],
+        pictures: list[list[Tensor]],
+        videos: list[Tensor],
+        rates: list[float | None],
+        side: str,
+        special: bool,
+        where: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        """The inputs, of images [3, H, W] of each text and of videos [T, 3, H, W] at `rates`; see the call."""
         result: dict[str, Any] = {}
-        counts: dict[int, list[int]] = {self.image_token_id: [], self.video_token_id: []}
-        if batch := [[as_image(image) for image in row] for row in image_rows(images)]:
-            made, counts[self.image_token_id] = self.style.images(self.image, self.extra, batch, where)
+        counts: dict[int, list[int]] = {}
+        if pictures:
+            made, counts[self.image_token_id] = self.style.images(self.image, self.extra, pictures, where)
             result.update(made)
-        if flat := video_list(videos):
-            shown, rates = self._read(flat, fps, frames)
-            made, counts[self.video_token_id] = self.style.videos(self.video, self.extra, shown, where)
+        if videos:
+            made, counts[self.video_token_id] = self.style.videos(self.video, self.extra, videos, where)
             result.update(made)
             if self.style.seconds:
                 # Without a rate the stock processor takes 24 frames a second.
                 step = self.video.temporal_patch_size or 1
                 result["second_per_grid_ts"] = torch.tensor([step / (rate or 24) for rate in rates])
-        rows = self._expand(texts, counts, add_special_tokens)
-        result = {**self._pad(rows, padding_side), **result}
-        return {name: value.to(device) for name, value in result.items()} if device is not None else result
+        return {**self._pad(self._expand(texts, counts, special), side), **result}
 
     def pixels(
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
@@ -273,6 +289,20 @@ class Processor:
         ]
         return [shown for shown, _ in pairs], [rate for _, rate in pairs]
 
+    def _match(self, texts: list[str], given: Mapping[str, int]) -> None:
+        """Raise `ModelError` where the placeholders are not as many as the visuals `given` of each kind."""
+        for kind, token in (("image", self.image_token), ("video", self.video_token)):
+            asked = sum(text.count(token) for text in texts)
+            if asked and not given[kind]:
+                # As transformers has it.
+                warn(
+                    f"the text has {asked} placeholders {token!r} and no {kind} is given: each is read as a word."
+                )
+            elif asked != given[kind]:
+                raise ModelError(
+                    f"the text has {asked} placeholders {token!r} for {given[kind]} {kind}s: write one for each."
+                )
+
     def _expand(self, texts: list[str], counts: dict[int, list[int]], special: bool) -> list[Tensor]:
         """Token ids of each text, each placeholder repeated as often as its visual has tokens.
 
@@ -286,31 +316,17 @@ class Processor:
         empty = next((number for number, row in enumerate(rows, 1) if not len(row)), None)
         if empty is not None:
             raise ModelError(f"text: number {empty} of {len(rows)} is empty; write a word, or leave it out.")
-        for kind, token, number in (
-            ("image", self.image_token, self.image_token_id),
-            ("video", self.video_token, self.video_token_id),
+        for token, number in (
+            (self.image_token, self.image_token_id),
+            (self.video_token, self.video_token_id),
         ):
-            asked, given = sum(text.count(token) for text in texts), len(counts[number])
-            if given == 0:
-                del counts[number]
-                if asked:
-                    # As transformers has it.
-                    warn(
-                        f"the text has {asked} placeholders {token!r} and no {kind} is given: each is read as a word."
-                    )
-            elif asked != given:
-                raise ModelError(
-                    f"the text has {asked} placeholders {token!r} for {given} {kind}s: write one for each."
-                )
-            if asked != sum(int((row == number).sum()) for row in rows):
+            if sum(text.count(token) for text in texts) != sum(int((row == number).sum()) for row in rows):
                 raise ModelError(f"the tokenizer splits {token!r}: add it as a special token.")
         left = {number: iter(values) for number, values in counts.items()}
         times = [[next(left[number]) if number in left else 1 for number in row.tolist()] for row in rows]
         return [row.repeat_interleave(torch.tensor(each)) for row, each in zip(rows, times, strict=True)]
 
     def _pad(self, rows: list[Tensor], side: str) -> dict[str, Tensor]:
-        if side not in ("left", "right"):
-            raise ModelError(f"padding_side={side!r} must be 'left' or 'right'.")
         pad = self.tokenizer.pad_token_id
         if pad is None and len({len(row) for row in rows}) > 1:
             raise ModelError(
@@ -353,11 +369,17 @@ def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return cuts, extra
 
 
-def _style_of(model_type: str) -> ProcessorStyle:
-    """The style of a model type; raises `ModelError` where no family has one."""
+def styles() -> dict[str, ProcessorStyle]:
+    """Model type -> the style that a family states for it."""
     known: dict[str, ProcessorStyle] = {}
     for family in registry("model").values():
         known.update(getattr(family, "processors", {}))
+    return known
+
+
+def _style_of(model_type: str) -> ProcessorStyle:
+    """The style of a model type; raises `ModelError` where no family has one."""
+    known = styles()
     if model_type not in known:
         raise ModelError(
             f"model type {errors.shown(model_type)} is not supported: there are {', '.join(sorted(known))}."

@@ -35,6 +35,7 @@ from mmaccel.models.modules import in_batches, in_chunks, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import left_of, thinned
 from mmaccel.models.signals import VisionProbe
+from mmaccel.models.stock import wrapped
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -199,10 +200,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     """A model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
-        if not callable(getattr(processor, "template_ids", None)):
-            raise ModelError(
-                "processor: a session needs the processor that mmaccel.load_processor gives for the model's folder."
-            )
+        processor = wrapped(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import SHOWN, ModelError, RecipeError, shown
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVState, StreamState
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -202,12 +203,14 @@ def adapter_for(model: nn.Module) -> ModelFamily:
 
 
 def family_of(kind: str) -> ModelFamily:
-    """The adapter of a model type, as config.json names it; raises `ModelError` with the list of families."""
+    """The adapter of a model type, as config.json names it; raises `ModelError` with the nearest family."""
     known: list[Any] = [*registry("model").values()]
     families: dict[str, Any] = {t: one for one in reversed(known) for t in one.model_types}
     if kind not in families:
+        near = difflib.get_close_matches(kind[:SHOWN], families, n=1, cutoff=0.4)
+        nearest = f"the nearest that is, is {near[0]!r}; " if near else ""
         raise ModelError(
-            f"model type {kind!r} is not supported; supported are {', '.join(sorted(families))}."
+            f"model type {shown(kind)} is not supported; {nearest}supported are {', '.join(sorted(families))}."
         )
     adapter: ModelFamily = families[kind]()
     return adapter

@@ -15,11 +15,14 @@ from mmaccel.models import llava_onevision, qwen2_5_vl
 __all__ = ["llava_onevision", "load_processor", "qwen2_5_vl"]
 
 
-def load_processor(name: Any, *, special_tokens: bool = True, like: nn.Module | None = None) -> Any:
+def load_processor(
+    name: Any, *, revision: str | None = None, special_tokens: bool = True, like: nn.Module | None = None
+) -> Any:
     """The processor of the model `name`: transformers' own where it can run, else ours, which makes the same without
     torchvision; both with the calls of `mmaccel.models.processor.Processor`. A processor in the place of a name comes back
     with these calls.
 
+    revision        of a name on the hub: a branch, tag or commit
     like            the model that it is to serve, where that is at hand
 
     special_tokens  whether special tokens in the texts that `chat` and a session are given are such, as they are for stock;
@@ -30,7 +33,7 @@ def load_processor(name: Any, *, special_tokens: bool = True, like: nn.Module | 
     if not isinstance(name, str | Path):
         kind = None if like is None else like.config.model_type  # type: ignore[union-attr]
         return stock.wrapped(name, kind, special_tokens=special_tokens)  # type: ignore[arg-type]
-    return stock.load(name, special_tokens=special_tokens)
+    return stock.load(name, revision, special_tokens=special_tokens)
 
 
 def _declare_operators() -> None:

@@ -161,9 +161,9 @@ def wrapped(processor: Any, model_type: str | None = None, *, special_tokens: bo
     return StockProcessor(processor, model_type, special_tokens=special_tokens)
 
 
-def load(source: str | Path, *, special_tokens: bool = True) -> Processor:
+def load(source: str | Path, revision: str | None = None, *, special_tokens: bool = True) -> Processor:
     """The processor of a model's folder or hub name: transformers' own where it can run, else ours."""
-    place = folder_of(resolve(source))
+    place = folder_of(resolve(source), revision)
     stock = _stock(place) if find_spec("torchvision") is not None else None
     if stock is None:
         return Processor.from_pretrained(place, special_tokens=special_tokens)

@@ -56,7 +56,8 @@ class StreamPasses:
     left_out: int | None = None
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
-        places = {str(p.device) for p in family.text(model).parameters()}
+        # What an offload holds elsewhere comes to where the rest is.
+        places = {str(p.device) for p in family.text(model).parameters() if not p.is_meta}
         if len(places) > 1:
             raise ModelError(
                 f"the model's layers lie on {', '.join(sorted(places))}; a stream needs them on one device."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
-from mmaccel.core.errors import SHOWN, ModelError, RecipeError, shown
+from mmaccel.core.errors import ModelError, RecipeError, nearest, shown
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVState, StreamState
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -207,10 +206,8 @@ def family_of(kind: str) -> ModelFamily:
     known: list[Any] = [*registry("model").values()]
     families: dict[str, Any] = {t: one for one in reversed(known) for t in one.model_types}
     if kind not in families:
-        near = difflib.get_close_matches(kind[:SHOWN], families, n=1, cutoff=0.4)
-        nearest = f"the nearest that is, is {near[0]!r}; " if near else ""
         raise ModelError(
-            f"model type {shown(kind)} is not supported; {nearest}supported are {', '.join(sorted(families))}."
+            f"model type {shown(kind)} is not supported; {nearest(kind, families)}there are {', '.join(sorted(families))}."
         )
     adapter: ModelFamily = families[kind]()
     return adapter

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.core.layout import VIDEO, TokenLayout
+
 
 @dataclass(frozen=True)
 class Report:
@@ -44,6 +46,8 @@ class Report:
                     sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
+    video_tokens    of the prompt, those of its videos; `video_units` how many steps of time these show (frames, or what a
+                    vision tower takes as one)
     notes           one sentence for each thing that was asked for and did not act, or acted otherwise, and why
     """
 
@@ -61,6 +65,8 @@ class Report:
     kv: dict[str, float]
     backend_why: str = ""
     notes: tuple[str, ...] = ()
+    video_tokens: int = 0
+    video_units: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of all fields."""
@@ -192,6 +198,8 @@ class Meter(Rounds):
     causal: dict[int, list[Tensor]] = field(default_factory=dict)
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
     prompt_tokens: int = 0
+    video: tuple[int, int] = (0, 0)
+    """Tokens of the prompt's videos, and units."""
     new_tokens: int = 0
     started: float | None = None
     first: float | None = None
@@ -213,12 +221,16 @@ class Meter(Rounds):
             torch.cuda.reset_peak_memory_stats(device)
         self.started = time.perf_counter()
 
-    def enter(self, tokens: int, start: int) -> None:
+    def enter(self, tokens: int, start: int, layout: TokenLayout | None = None) -> None:
         """A pass over `tokens` new columns from column `start` on: the prompt of a generation, or a pass by itself."""
         if not self.generating and start == 0:
             self.clear()
         if self.prompt_tokens == 0:
             self.prompt_tokens = tokens
+            if layout is not None:
+                shown = (layout.modality == VIDEO) & layout.valid
+                begins = layout.frame.diff(prepend=torch.full_like(layout.frame[:, :1], -1), dim=1) != 0
+                self.video = int(shown.sum()), int((shown & begins & (layout.frame >= 0)).sum())
 
     def token(self, count: int = 1) -> None:
         """`count` new tokens reached the host."""
@@ -294,6 +306,8 @@ class Meter(Rounds):
             kv=kv,
             backend_why=why,
             notes=tuple(self.notes),
+            video_tokens=self.video[0],
+            video_units=self.video[1],
         )
 
 

@@ -25,6 +25,7 @@ from mmaccel.media.preprocess import Pixels, as_frames, as_image
 from mmaccel.models.chat import Written, conversations, ids_of, image_rows, video_list, written
 from mmaccel.models.loading import config_of, folder_of, read_json
 from mmaccel.models.prompt_layout import ProcessorStyle
+from mmaccel.models.taking import most_frames, take
 
 
 class Processor:
@@ -55,6 +56,7 @@ class Processor:
         False takes them as text, so that nobody who only asks a question can end a turn or begin another.
         """
         self.model_type, self.style, self.tokenizer = model_type, _style_of(model_type), tokenizer
+        self.own_video_settings = video is not None
         config = dict(config or {})
         (cuts, implied), video = _implied(config), video if video is not None else image
         self.image = Pixels(**self.style.image_settings).updated(cuts).updated(image or {})
@@ -93,7 +95,7 @@ class Processor:
             model_type,
             _tokenizer(place),
             image=image,
-            video=video or image,
+            video=video,
             extra={key: x for key, x in whole.items() if key not in ("processor_class", "auto_map")},
             config=config,
             chat_template=template,
@@ -124,7 +126,8 @@ class Processor:
         fps: float | Sequence[float | None] | None = None,
         padding_side: str = "left",
         *,
-        frames: int | None = None,
+        frames: int | str | None = None,
+        model: Any = None,
         add_special_tokens: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -134,9 +137,9 @@ class Processor:
         `text` holds one placeholder for each image and video, in order. `images` and `videos` are one or a
         list, or a list for each text (for LLaVA several images of one text are then not cut into tiles). A
         video is a path, a `media.Video`, frames `[T, 3, H, W]` or a list of images. `fps`, one number or one
-        a video, is the rate to sample a path at, and the rate of bare frames. Without it a path gives the
-        rate and at most the frames that the folder's files name, else every frame. `frames` takes so many of
-        each video, evenly spaced.
+        a video, is the rate to sample a path at, and the rate of bare frames. `frames` takes so many of each
+        video, evenly spaced; with "auto" as many of a path as `model` has room for, and a warning says how many.
+        Without either, a path gives what the folder's files name, else what the model's own users take (`Budget`).
 
         `input_ids` and `attention_mask` are `[B, S]`, padded on `padding_side`. Pixels are made on `device`
         in `dtype`, and all tensors lie there.
@@ -149,7 +152,7 @@ class Processor:
         if padding_side not in ("left", "right"):
             raise ModelError(f"padding_side={padding_side!r} must be 'left' or 'right'.")
         pictures = [[as_image(image) for image in row] for row in image_rows(images)]
-        shown, rates = self._read(video_list(videos), fps, frames)
+        shown, rates = self._read(video_list(videos), fps, frames, model)
         self._match(texts, {"image": sum(map(len, pictures)), "video": len(shown)})
         where = {"device": device, "dtype": dtype}
         made = self._inputs(texts, pictures, shown, rates, padding_side, add_special_tokens, where)
@@ -264,7 +267,7 @@ class Processor:
         return token, number
 
     def _read(
-        self, videos: list[Any], fps: Any, frames: int | None
+        self, videos: list[Any], fps: Any, frames: int | str | None, model: Any
     ) -> tuple[list[Tensor], list[float | None]]:
         rates = list(fps) if isinstance(fps, (list, tuple)) else [fps] * len(videos)
         if len(rates) != len(videos):
@@ -276,18 +279,23 @@ class Processor:
                 raise ModelError(
                     f"fps: {rate!r}; give a positive number of frames a second, or leave it out."
                 )
-        if frames is not None and (not isinstance(frames, Integral) or int(frames) < 1):
+        if frames is not None and frames != "auto" and (not isinstance(frames, Integral) or int(frames) < 1):
             raise ModelError(
-                f"frames: {frames!r}; give the number of frames to take of each video, at least 1."
+                f"frames: {frames!r}; give the number of frames to take of each video, at least 1, or 'auto'."
             )
-        count = None if frames is None else int(frames)
-        pairs = [
-            as_frames(video, self.video.fps, self.video.max_frames)
-            if rate is None and count is None and isinstance(video, str | os.PathLike)
-            else as_frames(video, rate, frames=count)
-            for video, rate in zip(videos, rates, strict=True)
-        ]
+        if frames == "auto" and model is None:
+            raise ModelError("frames: 'auto' takes what a model has room for; give it as model=.")
+        pairs = [self._frames(*one, frames, model) for one in zip(videos, rates, strict=True)]
         return [shown for shown, _ in pairs], [rate for _, rate in pairs]
+
+    def _frames(self, video: Any, rate: float | None, frames: Any, model: Any) -> tuple[Tensor, float | None]:
+        if not isinstance(video, str | os.PathLike):
+            return as_frames(video, rate, frames=None if frames == "auto" else frames)
+        if frames == "auto":
+            frames, told = most_frames(self, model, video)
+            warn(f"{told}.")
+        taken = take(self, video, fps=rate, frames=frames)
+        return taken.frames, taken.fps
 
     def _match(self, texts: list[str], given: Mapping[str, int]) -> None:
         """Raise `ModelError` where the placeholders are not as many as the visuals `given` of each kind."""

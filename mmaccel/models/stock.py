@@ -16,7 +16,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.registry import registry
 from mmaccel.models.chat import Written, ids_of
-from mmaccel.models.loading import config_of, folder_of, reason_of, resolve
+from mmaccel.models.loading import config_of, folder_of, read_json, reason_of, resolve
 from mmaccel.models.processor import Processor, styles
 
 
@@ -44,6 +44,7 @@ class StockProcessor(Processor):
                 special_tokens=special_tokens,
             )
             return
+        self.own_video_settings = True
         self.style = self.image = self.video = self.extra = None  # type: ignore[assignment]
         self.chat_template = template or getattr(stock.tokenizer, "chat_template", None)
         for kind in ("image", "video"):
@@ -167,7 +168,11 @@ def load(source: str | Path, revision: str | None = None, *, special_tokens: boo
     stock = _stock(place) if find_spec("torchvision") is not None else None
     if stock is None:
         return Processor.from_pretrained(place, special_tokens=special_tokens)
-    return wrapped(stock, str(config_of(place).get("model_type")), special_tokens=special_tokens)
+    found = wrapped(stock, str(config_of(place).get("model_type")), special_tokens=special_tokens)
+    whole = read_json(place / "processor_config.json") or {}
+    apart = (place / "video_preprocessor_config.json").is_file()
+    found.own_video_settings = apart or bool(whole.get("video_processor"))
+    return found
 
 
 def _stock(place: Path) -> Any:

@@ -201,7 +201,10 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     """A model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
-        processor = wrapped(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
+        from mmaccel.models.processor import Processor
+
+        if not isinstance(processor, Processor):
+            processor = wrapped(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."

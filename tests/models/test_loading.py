@@ -86,7 +86,7 @@ def test_another_type_is_refused_before_weights_are_read(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_6_vl"}))
     read = pytest.fail
     monkeypatch.setattr(T.AutoModelForImageTextToText, "from_pretrained", lambda *_, **__: read("weights"))
-    told = r"model type 'qwen2_6_vl' is not supported; the nearest that is, is 'qwen2_5_vl'; supported are"
+    told = r"model type 'qwen2_6_vl' is not supported; the nearest that is, is 'qwen2_5_vl'; there are"
     with pytest.raises(ModelError, match=told):
         mmaccel.load_model(tmp_path)
 

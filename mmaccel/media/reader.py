@@ -340,6 +340,14 @@ def facts(path: str | os.PathLike[str]) -> tuple[int, float, int, int]:
         return count, source.rate, source.height, source.width
 
 
+def comment(path: str | os.PathLike[str]) -> str:
+    """The comment in the metadata of a file that can be read twice; "" where there is none."""
+    if not os.path.isfile(path):
+        return ""
+    with Source(path) as source:
+        return source.comment
+
+
 def free_memory() -> int | None:
     """Bytes of memory the system can give, None where it does not tell."""
     try:

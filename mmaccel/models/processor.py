@@ -35,6 +35,9 @@ class Processor:
     Build it with `from_pretrained`, or from parts to write a folder with `save_pretrained`.
     """
 
+    tiny: str | None = None
+    """The name of the tiny model that this is of, until it has said what it knows."""
+
     def __init__(
         self,
         model_type: str,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.registry import registry
+from mmaccel.models import shipped
 from mmaccel.models.chat import Written, ids_of
 from mmaccel.models.loading import config_of, folder_of, read_json, reason_of, resolve
 from mmaccel.models.processor import Processor, styles
@@ -167,11 +168,13 @@ def load(source: str | Path, revision: str | None = None, *, special_tokens: boo
     place = folder_of(resolve(source), revision)
     stock = _stock(place) if find_spec("torchvision") is not None else None
     if stock is None:
-        return Processor.from_pretrained(place, special_tokens=special_tokens)
-    found = wrapped(stock, str(config_of(place).get("model_type")), special_tokens=special_tokens)
-    whole = read_json(place / "processor_config.json") or {}
-    apart = (place / "video_preprocessor_config.json").is_file()
-    found.own_video_settings = apart or bool(whole.get("video_processor"))
+        found = Processor.from_pretrained(place, special_tokens=special_tokens)
+    else:
+        found = wrapped(stock, str(config_of(place).get("model_type")), special_tokens=special_tokens)
+        whole = read_json(place / "processor_config.json") or {}
+        apart = (place / "video_preprocessor_config.json").is_file()
+        found.own_video_settings = apart or bool(whole.get("video_processor"))
+    found.tiny = str(source) if str(source) in shipped.NAMES else None
     return found
 
 

@@ -36,6 +36,7 @@ from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import left_of, thinned
 from mmaccel.models.signals import VisionProbe
 from mmaccel.models.stock import wrapped
+from mmaccel.models.taking import tell_of_world
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -228,6 +229,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
             for one in video:
                 yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
         elif isinstance(video, str | os.PathLike):
+            tell_of_world(self.processor, video)
             rate = READ_FPS if fps is None else fps
             read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
             with closing(read):

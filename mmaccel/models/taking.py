@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import home_of, unwrapped
 from mmaccel.core.attach import adapter_for, attached
-from mmaccel.core.errors import VideoError
+from mmaccel.core.errors import VideoError, warn
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.prompt_layout import Budget, positions_of
+from mmaccel.models.shipped import WORLD
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -56,6 +57,15 @@ def size_of(processor: Any, frames: int, height: int, width: int) -> tuple[int, 
     return wanted if own[0] * own[1] > wanted[0] * wanted[1] else None
 
 
+def tell_of_world(processor: Any, path: Any) -> None:
+    """Warn, once for a processor of a tiny model, of a video that its world did not write."""
+    from mmaccel.media.reader import comment
+
+    if processor.tiny is not None and comment(path) != WORLD:
+        name, processor.tiny = processor.tiny, None
+        warn(f"{name} knows only the world of `mmaccel-lab world`; what it says of {path} means nothing.")
+
+
 def take(
     processor: Any,
     path: str | os.PathLike[str],
@@ -76,6 +86,7 @@ def take(
             found = preprocess.size_of(processor.video, count, height, width)
         return found or (height, width)
 
+    tell_of_world(processor, path)
     usual = budget_of(processor)
     if max_frames is not None:
         usual = replace(usual, most=max_frames, multiple=min(usual.multiple, max_frames) or 1)

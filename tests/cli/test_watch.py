@@ -29,7 +29,10 @@ PATCHES = Pixels(
 def look(path: object, pixels: Pixels = SQUARE, **how: Any) -> Any:
     with bars() as progress:
         return read_video(
-            str(path), SimpleNamespace(video=pixels, style=None, own_video_settings=True), progress, **how
+            str(path),
+            SimpleNamespace(video=pixels, style=None, own_video_settings=True, tiny=None),
+            progress,
+            **how,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.models import taking
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import Budget
+from mmaccel.models.shipped import WORLD
 from mmaccel.models.taking import budget_of, most_frames, take
 from tests.media.films import write_film
 from tests.models.streams import pair
@@ -174,3 +176,27 @@ def test_the_report_says_what_was_taken(tmp_path: Path) -> None:
             assert report.video_tokens == int((inputs["input_ids"] == processor.video_token_id).sum())
             model.generate(input_ids=inputs["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
             assert (fast.report().video_units, fast.report().video_tokens) == (0, 0)
+
+
+def test_a_tiny_model_says_once_what_it_knows(shipped: Any, tmp_path: Path) -> None:
+    from mmaccel_lab.world import World, write_mp4
+    from mmaccel_lab.world.mp4 import COMMENT
+
+    assert COMMENT == WORLD
+    own, other = tmp_path / "own.mp4", write_film(tmp_path / "other.mp4", 20)
+    write_mp4(World.generate(3, 4), own, 42, 70)
+    processor = mmaccel.load_processor(shipped("tiny-ov"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        processor.chat("what ?", videos=own)
+        # Of any other model nothing is said.
+        pair("random-ov")[1].chat("what ?", videos=other)
+    told = r"tiny-ov knows only the world of `mmaccel-lab world`; what it says of .*other\.mp4 means nothing"
+    with pytest.warns(MmaccelWarning, match=told):
+        processor.chat("what ?", videos=other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        processor.chat("what ?", videos=other)
+    session = mmaccel.VideoSession(mmaccel.load_model("tiny-ov"), mmaccel.load_processor("tiny-ov"), "rekv")
+    with session, pytest.warns(MmaccelWarning, match=told):
+        session.watch(other, fps=10)

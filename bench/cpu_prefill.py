@@ -2,12 +2,15 @@
 
     python bench/cpu_prefill.py --out bench/results/cpu_prefill_cpu_202601.jsonl
     python bench/cpu_prefill.py --out ... --answers 200 --frames 140
+    python bench/cpu_prefill.py --out ... --stock --models tiny-qwen
+    python bench/cpu_prefill.py --out ... --stock --models qwen2.5-vl-7b --tokens 130000 --device cuda --warmup 1
 
 A prompt is a world's video up to `--tokens` with a question; both ways start from the same input embeddings, vision
 encoding left out. Every row is one model and one recipe: medians of interleaved runs, so that what else the machine does
 weighs on both. With `--answers`, so many questions about worlds of `--frames` frames are answered greedily by both; each
 is a row, written at once, and those the file holds already are not asked again. The last row has the share of answers
-that differ, with its 95% interval (Wilson).
+that differ, with its 95% interval (Wilson). With `--stock` it is `generate` of one token from the pixels on, in a stock
+model (of a published shape with random weights too) and inside ``accelerate(model, "long-video")``.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +28,14 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from replayed import question
 from timing import Log, compare
 
 import mmaccel
 from mmaccel.cli.answer import ask, prompt
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
+from mmaccel.models import shapes
 from mmaccel_lab.eval.cases import Case, Film, cases, tokens_per_frame
 
 RECIPES = ("searched", "short-window")
@@ -102,6 +108,34 @@ def timings(name: str, options: argparse.Namespace, log: Log, film: Film) -> Non
             f"{name:10} {recipe:12} {tokens} tokens {taken.median:8.2f} s, {against / taken.median:5.2f} x",
             flush=True,
         )
+
+
+def stock(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
+    if name in shapes.SHAPES:
+        model, inputs = (
+            shapes.build(name, device=options.device),
+            question(name, options.tokens, options.device),
+        )
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.video_token_id).int() * 2
+    else:
+        model = mmaccel.load_model(name, torch.float32, options.device)
+        inputs = embedded(model, mmaccel.load_processor(name), options.tokens, film)
+
+    def run(line: AbstractContextManager[Any]) -> None:
+        with line:
+            model.generate(**inputs, max_new_tokens=1, do_sample=False)
+
+    runs = {
+        "stock": lambda: run(nullcontext()),
+        "long-video": lambda: run(mmaccel.accelerate(model, "long-video")),
+    }
+    times = compare(runs, warmup=options.warmup, repeats=options.repeats, device=options.device)
+    told = dict(case="stock", model=name, recipe="long-video", tokens=inputs["input_ids"].shape[1])
+    gain = times["stock"].median / times["long-video"].median
+    log.row(**told, **times["long-video"].row(), against_s=times["stock"].median, speedup=gain)
+    print(
+        f"{name:10} long-video {told['tokens']} tokens {times['long-video'].median:8.2f} s, {gain:5.2f} x stock"
+    )
 
 
 def asked_before(path: Path) -> set[tuple[str, str, int, int, str]]:
@@ -181,13 +215,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--answers", type=int, default=0, help="questions to answer both ways instead of timing"
     )
     parser.add_argument("--frames", type=int, default=140)
+    parser.add_argument("--stock", action="store_true", help="generate, beside a stock model's")
+    parser.add_argument("--device", default="cpu", help="of --stock")
     options = parser.parse_args(argv)
     if options.repeats < 2:
         parser.error(f"--repeats {options.repeats}: a spread needs 2 or more.")
-    log = Log(options.out)
+    log = Log(options.out, options.device)
     with Film() as film:
         for name in options.models:
-            (answers if options.answers else timings)(name, options, log, film)
+            (stock if options.stock else answers if options.answers else timings)(name, options, log, film)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes
 from mmaccel_lab.eval.cases import Case, Film, cases, tokens_per_frame
+from mmaccel_lab.eval.haystack import interval
 
 RECIPES = ("searched", "short-window")
 WINDOW = {"name": "a_shape", "sink": 128, "window": 1024}
@@ -76,16 +77,6 @@ def prefill(model: nn.Module, inputs: dict[str, Any], recipe: Recipe | None) -> 
     return run, held
 
 
-def wilson(hits: int, asked: int) -> tuple[float, float]:
-    """The 95% interval of a share."""
-    if not asked:
-        return 0.0, 1.0
-    z, share = 1.959964, hits / asked
-    middle = (share + z * z / (2 * asked)) / (1 + z * z / asked)
-    half = z * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked)) / (1 + z * z / asked)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def timings(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
     # In float32, as the command computes on a CPU.
     model, processor = mmaccel.load_model(name, dtype=torch.float32), mmaccel.load_processor(name)
@@ -111,31 +102,23 @@ def timings(name: str, options: argparse.Namespace, log: Log, film: Film) -> Non
 
 
 def stock(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
+    device = options.device
     if name in shapes.SHAPES:
-        model, inputs = (
-            shapes.build(name, device=options.device),
-            question(name, options.tokens, options.device),
-        )
+        model, inputs = shapes.build(name, device=device), question(name, options.tokens, device)
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.video_token_id).int() * 2
     else:
-        model = mmaccel.load_model(name, torch.float32, options.device)
+        model = mmaccel.load_model(name, torch.float32, device)
         inputs = embedded(model, mmaccel.load_processor(name), options.tokens, film)
 
-    def run(line: AbstractContextManager[Any]) -> None:
-        with line:
+    def run(attach: Callable[..., Any]) -> None:
+        with attach(model, "long-video"):
             model.generate(**inputs, max_new_tokens=1, do_sample=False)
 
-    runs = {
-        "stock": lambda: run(nullcontext()),
-        "long-video": lambda: run(mmaccel.accelerate(model, "long-video")),
-    }
-    times = compare(runs, warmup=options.warmup, repeats=options.repeats, device=options.device)
-    told = dict(case="stock", model=name, recipe="long-video", tokens=inputs["input_ids"].shape[1])
-    gain = times["stock"].median / times["long-video"].median
-    log.row(**told, **times["long-video"].row(), against_s=times["stock"].median, speedup=gain)
-    print(
-        f"{name:10} long-video {told['tokens']} tokens {times['long-video'].median:8.2f} s, {gain:5.2f} x stock"
-    )
+    runs = {"stock": partial(run, lambda *_: nullcontext()), "long-video": partial(run, mmaccel.accelerate)}
+    stock, line = compare(runs, warmup=options.warmup, repeats=options.repeats, device=device).values()
+    told = dict(case="stock", model=name, tokens=inputs["input_ids"].shape[1], **line.row())
+    log.row(**told, against_s=stock.median, speedup=stock.median / line.median)
+    print(f"{name} {told['tokens']} tokens {line.median:.2f} s, {stock.median / line.median:.2f} x stock")
 
 
 def asked_before(path: Path) -> set[tuple[str, str, int, int, str]]:
@@ -189,7 +172,7 @@ def answers(name: str, options: argparse.Namespace, log: Log, film: Film) -> Non
             and (r["model"], r["recipe"], r["frames"]) == (name, recipe, options.frames)
         ]
         differ = sum(not r["same"] for r in mine)
-        low, high = wilson(differ, len(mine))
+        low, high = interval(differ, len(mine))
         told = dict(
             case="answers", model=name, recipe=recipe, frames=options.frames, asked=len(mine), differ=differ
         )

@@ -196,9 +196,9 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
     tokens  video tokens of the prompt
     """
     prompt = next(iter(answers.values())).report.prompt_tokens
+    rate = f" at {facts['fps']:.3g} a second" if "fps" in facts else ""
     head = Text(
-        f"{facts['question']}\n{facts['model']}, {many(facts['frames'], 'frame')} at {facts['fps']:.3g} a second, "
-        f"{many(prompt, 'token')}",
+        f"{facts['question']}\n{facts['model']}, {many(facts['frames'], 'frame')}{rate}, {many(prompt, 'token')}",
         overflow="fold",
     )
     # On a CPU it is the process that is measured, from its start on: a later column cannot show less.

@@ -13,8 +13,7 @@ from mmaccel_lab.tiny.tokenizer import SPECIAL, build_tokenizer
 
 BICUBIC = 3
 MAX_NEW_TOKENS = 600
-FPS = 2.0
-"""Frames a second that are taken of a file: all that a world has, which has one."""
+FPS = 2.0  # frames a second that are taken of a file: all that a world has, which has one
 
 
 def export(model: Any, spec: Spec, words: Sequence[str], folder: Path, card: str) -> None:

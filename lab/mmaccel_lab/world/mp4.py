@@ -13,8 +13,7 @@ from mmaccel_lab.world.drawing import render
 from mmaccel_lab.world.world import World
 
 FRAMES_AT_ONCE = 64
-COMMENT = "mmaccel world"
-"""What the metadata of a world's file says, by which the tiny models know it (`mmaccel.models.shipped.WORLD`)."""
+COMMENT = "mmaccel world"  # in the file's metadata; the tiny models know it by that (`mmaccel.models.shipped.WORLD`)
 
 
 def write_mp4(

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.layout import VIDEO, TokenLayout
-
 
 @dataclass(frozen=True)
 class Report:
@@ -46,8 +44,7 @@ class Report:
                     sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
-    video_tokens    of the prompt, those of its videos; `video_units` how many steps of time these show (frames, or what a
-                    vision tower takes as one)
+    video_tokens    of the prompt's videos; `video_units`: their steps of time (frames, or what the tower takes as one)
     notes           one sentence for each thing that was asked for and did not act, or acted otherwise, and why
     """
 
@@ -198,16 +195,14 @@ class Meter(Rounds):
     causal: dict[int, list[Tensor]] = field(default_factory=dict)
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
     prompt_tokens: int = 0
-    video: tuple[int, int] = (0, 0)
-    """Tokens of the prompt's videos, and units."""
+    video: tuple[int, int] = (0, 0)  # its tokens and units
     new_tokens: int = 0
     started: float | None = None
     first: float | None = None
     last: float | None = None
     notes: list[str] = field(default_factory=list)
     sequences: list[SequenceMeter] = field(default_factory=list)
-    generating: bool = False
-    """Whether a generation is under way; once it is over its figures stay until the next pass."""
+    generating: bool = False  # once a generation is over its figures stay until the next pass
 
     def clear(self) -> None:
         """Forget the last call."""
@@ -221,16 +216,12 @@ class Meter(Rounds):
             torch.cuda.reset_peak_memory_stats(device)
         self.started = time.perf_counter()
 
-    def enter(self, tokens: int, start: int, layout: TokenLayout | None = None) -> None:
-        """A pass over `tokens` new columns from column `start` on: the prompt of a generation, or a pass by itself."""
+    def enter(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
+        """A pass over `tokens` new columns from column `start` on, a prompt or a pass by itself; see `TokenLayout.video`."""
         if not self.generating and start == 0:
             self.clear()
         if self.prompt_tokens == 0:
-            self.prompt_tokens = tokens
-            if layout is not None:
-                shown = (layout.modality == VIDEO) & layout.valid
-                begins = layout.frame.diff(prepend=torch.full_like(layout.frame[:, :1], -1), dim=1) != 0
-                self.video = int(shown.sum()), int((shown & begins & (layout.frame >= 0)).sum())
+            self.prompt_tokens, self.video = tokens, video
 
     def token(self, count: int = 1) -> None:
         """`count` new tokens reached the host."""
@@ -306,8 +297,7 @@ class Meter(Rounds):
             kv=kv,
             backend_why=why,
             notes=tuple(self.notes),
-            video_tokens=self.video[0],
-            video_units=self.video[1],
+            **dict(zip(("video_tokens", "video_units"), self.video, strict=True)),
         )
 
 

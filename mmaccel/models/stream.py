@@ -57,8 +57,10 @@ class StreamPasses:
     left_out: int | None = None
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
-        # What an offload holds elsewhere comes to where the rest is.
-        places = {str(p.device) for p in family.text(model).parameters() if not p.is_meta}
+        text = family.text(model)
+        # What accelerate's hooks hold elsewhere comes to where the rest is.
+        held = any(hasattr(module, "_hf_hook") for module in text.modules())
+        places = {str(p.device) for p in text.parameters() if not (held and p.is_meta)}
         if len(places) > 1:
             raise ModelError(
                 f"the model's layers lie on {', '.join(sorted(places))}; a stream needs them on one device."

@@ -26,8 +26,9 @@ PACKAGES = {
     "flash-attn-3": "flash_attn_interface",
     "flash-attn-4": "flash_attn.cute",
     "av": "av",
+    "torchvision": "torchvision",
 }
-"""Distribution -> the module by which it is used. flash-attn is version 2."""
+"""Distribution -> the module by which it is used. flash-attn is version 2; torchvision is what stock processors need."""
 
 DRIVERS = {"/proc/driver/nvidia/version": r"\s(\d+\.[\d.]+)\s", "/sys/module/amdgpu/version": r"([\d.]+)"}
 """Where a kernel driver says its version, and what of that file it is."""

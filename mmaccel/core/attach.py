@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError, RecipeError, nearest, shown
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVState, StreamState
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -60,7 +60,7 @@ class StreamModel(ABC):
     """One model as a stream uses it: pixels to features, features through the layers.
 
     Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
-    threads are done. A unit has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V vocabulary.
+    threads are done. A unit has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
     """
 
     view: ModelView
@@ -202,12 +202,12 @@ def adapter_for(model: nn.Module) -> ModelFamily:
 
 
 def family_of(kind: str) -> ModelFamily:
-    """The adapter of a model type, as config.json names it; raises `ModelError` with the list of families."""
+    """The adapter of a model type, as config.json names it; raises `ModelError` with the nearest family."""
     known: list[Any] = [*registry("model").values()]
     families: dict[str, Any] = {t: one for one in reversed(known) for t in one.model_types}
     if kind not in families:
         raise ModelError(
-            f"model type {kind!r} is not supported; supported are {', '.join(sorted(families))}."
+            f"model type {shown(kind)} is not supported; {nearest(kind, families)}there are {', '.join(sorted(families))}."
         )
     adapter: ModelFamily = families[kind]()
     return adapter

@@ -44,6 +44,7 @@ class Report:
                     sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
+    video_tokens    of the prompt's videos; `video_units`: their steps of time (frames, or what the tower takes as one)
     notes           one sentence for each thing that was asked for and did not act, or acted otherwise, and why
     """
 
@@ -61,6 +62,8 @@ class Report:
     kv: dict[str, float]
     backend_why: str = ""
     notes: tuple[str, ...] = ()
+    video_tokens: int = 0
+    video_units: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of all fields."""
@@ -196,14 +199,14 @@ class Meter(Rounds):
     causal: dict[int, list[Tensor]] = field(default_factory=dict)
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
     prompt_tokens: int = 0
+    video: tuple[int, int] = (0, 0)  # its tokens and units
     new_tokens: int = 0
     started: float | None = None
     first: float | None = None
     last: float | None = None
     notes: list[str] = field(default_factory=list)
     sequences: list[SequenceMeter] = field(default_factory=list)
-    generating: bool = False
-    """Whether a generation is under way; once it is over its figures stay until the next pass."""
+    generating: bool = False  # once a generation is over its figures stay until the next pass
 
     def clear(self) -> None:
         """Forget the last call."""
@@ -217,12 +220,12 @@ class Meter(Rounds):
             torch.cuda.reset_peak_memory_stats(device)
         self.started = time.perf_counter()
 
-    def enter(self, tokens: int, start: int) -> None:
-        """A pass over `tokens` new columns from column `start` on: the prompt of a generation, or a pass by itself."""
+    def enter(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
+        """A pass over `tokens` new columns from column `start` on, a prompt or a pass by itself; see `TokenLayout.video`."""
         if not self.generating and start == 0:
             self.clear()
         if self.prompt_tokens == 0:
-            self.prompt_tokens = tokens
+            self.prompt_tokens, self.video = tokens, video
 
     def token(self, count: int = 1) -> None:
         """`count` new tokens reached the host."""
@@ -299,6 +302,7 @@ class Meter(Rounds):
             kv=kv,
             backend_why=why,
             notes=tuple(self.notes),
+            **dict(zip(("video_tokens", "video_units"), self.video, strict=True)),
         )
 
 

@@ -286,7 +286,7 @@ class Attachment(Attaching):
             probes=note.probes,
         )
         if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
-            self.owner.attention.meter.enter(int(new.valid.sum()), start)
+            self.owner.attention.meter.enter(int(new.valid.sum()), start, new.video())
         if packed is not None:
             return PackedPass.of(run, packed), kwargs, False
         return run, kwargs, lent and not self._caches(kwargs)

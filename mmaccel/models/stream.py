@@ -36,6 +36,8 @@ from mmaccel.models.modules import in_chunks, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import left_of, thinned
 from mmaccel.models.signals import VisionProbe
+from mmaccel.models.stock import wrapped
+from mmaccel.models.taking import tell_of_world
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -218,10 +220,10 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     """A model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
-        if not callable(getattr(processor, "template_ids", None)):
-            raise ModelError(
-                "processor: a session needs the processor that mmaccel.load_processor gives for the model's folder."
-            )
+        from mmaccel.models.processor import Processor
+
+        if not isinstance(processor, Processor):
+            processor = wrapped(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."
@@ -245,6 +247,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
             for one in video:
                 yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
         elif isinstance(video, str | os.PathLike):
+            tell_of_world(self.processor, video)
             rate = READ_FPS if fps is None else fps
             read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
             with closing(read):

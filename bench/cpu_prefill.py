@@ -2,21 +2,25 @@
 
     python bench/cpu_prefill.py --out bench/results/cpu_prefill_cpu_202601.jsonl
     python bench/cpu_prefill.py --out ... --answers 200 --frames 140
+    python bench/cpu_prefill.py --out ... --stock --models tiny-qwen
+    python bench/cpu_prefill.py --out ... --stock --models qwen2.5-vl-7b --tokens 130000 --device cuda --warmup 1
 
 A prompt is a world's video up to `--tokens` with a question; both ways start from the same input embeddings, vision
 encoding left out. Every row is one model and one recipe: medians of interleaved runs, so that what else the machine does
 weighs on both. With `--answers`, so many questions about worlds of `--frames` frames are answered greedily by both; each
 is a row, written at once, and those the file holds already are not asked again. The last row has the share of answers
-that differ, with its 95% interval (Wilson).
+that differ, with its 95% interval (Wilson). With `--stock` it is `generate` of one token from the pixels on, in a stock
+model (of a published shape with random weights too) and inside ``accelerate(model, "long-video")``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,16 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from replayed import question
 from timing import Log, compare
 
 import mmaccel
 from mmaccel.cli.answer import ask, prompt
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
+from mmaccel.models import shapes
 from mmaccel_lab.eval.cases import Case, Film, cases, tokens_per_frame
+from mmaccel_lab.eval.haystack import interval
 
 RECIPES = ("searched", "short-window")
 WINDOW = {"name": "a_shape", "sink": 128, "window": 1024}
@@ -70,16 +77,6 @@ def prefill(model: nn.Module, inputs: dict[str, Any], recipe: Recipe | None) -> 
     return run, held
 
 
-def wilson(hits: int, asked: int) -> tuple[float, float]:
-    """The 95% interval of a share."""
-    if not asked:
-        return 0.0, 1.0
-    z, share = 1.959964, hits / asked
-    middle = (share + z * z / (2 * asked)) / (1 + z * z / asked)
-    half = z * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked)) / (1 + z * z / asked)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def timings(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
     # In float32, as the command computes on a CPU.
     model, processor = mmaccel.load_model(name, dtype=torch.float32), mmaccel.load_processor(name)
@@ -102,6 +99,26 @@ def timings(name: str, options: argparse.Namespace, log: Log, film: Film) -> Non
             f"{name:10} {recipe:12} {tokens} tokens {taken.median:8.2f} s, {against / taken.median:5.2f} x",
             flush=True,
         )
+
+
+def stock(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
+    device = options.device
+    if name in shapes.SHAPES:
+        model, inputs = shapes.build(name, device=device), question(name, options.tokens, device)
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.video_token_id).int() * 2
+    else:
+        model = mmaccel.load_model(name, torch.float32, device)
+        inputs = embedded(model, mmaccel.load_processor(name), options.tokens, film)
+
+    def run(attach: Callable[..., Any]) -> None:
+        with attach(model, "long-video"):
+            model.generate(**inputs, max_new_tokens=1, do_sample=False)
+
+    runs = {"stock": partial(run, lambda *_: nullcontext()), "long-video": partial(run, mmaccel.accelerate)}
+    stock, line = compare(runs, warmup=options.warmup, repeats=options.repeats, device=device).values()
+    told = dict(case="stock", model=name, tokens=inputs["input_ids"].shape[1], **line.row())
+    log.row(**told, against_s=stock.median, speedup=stock.median / line.median)
+    print(f"{name} {told['tokens']} tokens {line.median:.2f} s, {stock.median / line.median:.2f} x stock")
 
 
 def asked_before(path: Path) -> set[tuple[str, str, int, int, str]]:
@@ -155,7 +172,7 @@ def answers(name: str, options: argparse.Namespace, log: Log, film: Film) -> Non
             and (r["model"], r["recipe"], r["frames"]) == (name, recipe, options.frames)
         ]
         differ = sum(not r["same"] for r in mine)
-        low, high = wilson(differ, len(mine))
+        low, high = interval(differ, len(mine))
         told = dict(
             case="answers", model=name, recipe=recipe, frames=options.frames, asked=len(mine), differ=differ
         )
@@ -181,13 +198,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--answers", type=int, default=0, help="questions to answer both ways instead of timing"
     )
     parser.add_argument("--frames", type=int, default=140)
+    parser.add_argument("--stock", action="store_true", help="generate, beside a stock model's")
+    parser.add_argument("--device", default="cpu", help="of --stock")
     options = parser.parse_args(argv)
     if options.repeats < 2:
         parser.error(f"--repeats {options.repeats}: a spread needs 2 or more.")
-    log = Log(options.out)
+    log = Log(options.out, options.device)
     with Film() as film:
         for name in options.models:
-            (answers if options.answers else timings)(name, options, log, film)
+            (stock if options.stock else answers if options.answers else timings)(name, options, log, film)
 
 
 if __name__ == "__main__":

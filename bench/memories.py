@@ -2,18 +2,22 @@
 
     python bench/memories.py --model tiny-ov --processes 12 --limit 480 --out memories.jsonl
     python bench/memories.py --plan parts --model tiny-ov --processes 12 --limit 120 --out parts.jsonl
+    python bench/memories.py --plan systems --model tiny-ov --frames 500 4000 --worlds 20 10 --budgets 64 --cards 7 \
+        --scenes 5 --most 20 --told 64 --processes 16 --limit 500 --out systems.jsonl --table systems.md
     python bench/memories.py --memory mosaic rekv livevlm streammem --call 1 --frames 256 --worlds 5 --out one.jsonl
     python bench/memories.py --rows one.jsonl other.jsonl --out all.jsonl --brief bench/results/memories_h200_202611.jsonl
 
 The last puts the answers of several runs together; --brief leaves them out (they are 14 MB at the sizes of the first).
+--plan systems ingests films under nothing, each of pattern, memory and draft, each two, and all three; --table writes what
+`system_table.py` makes of the rows.
 
-Processes take worlds in turns, on all visible devices with --device cuda. One watch of a world serves all budgets that
-change nothing of what is kept, and the vision tower looks at a world once for all memories. Every answer is written when it
-is there, so that a run that is broken off, by --limit or an interrupt too, has lost what was not asked yet and no more. The
-same command with the same --out goes on with the worlds that are not complete.
+Processes take worlds, a memory at a time, in turns, on all visible devices with --device cuda. One watch of a world serves
+all budgets that change nothing of what is kept, and the vision tower looks at a world once for memories that follow one
+another. Every answer is written when it is there, so that a run that is broken off, by --limit or an interrupt too, has lost
+what was not asked yet and no more. The same command with the same --out goes on with the watches that are not complete.
 
-Rows by `what`: "answer" (see `mmaccel_lab.eval.stream.Shot`), "watch" (`Watch`: time, counters, clusters against the truth),
-"world" (all memories were asked), and at the end, over the questions that every memory was asked: "mean" (accuracy and
+Rows by `what`: "answer" (see `mmaccel_lab.eval.stream.Shot`), "watch" (`Watch`: time, counters, clusters against the truth;
+its questions were all asked), and at the end, over the questions that every memory was asked: "mean" (accuracy and
 recall with 95% intervals, of each memory, budget, kind and length), "paired" (the first memory against each other one, and
 mosaic against rekv, on the same questions), "watches", "idle" (what should have happened in a memory's streams, retrievals,
 splits, nine frames in ten off the device, and did not: a memory that did not have to work shows nothing).
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,17 +38,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import jobs
+import system_table
 from timing import Log, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
 from mmaccel.core.recipe import fields_of
+from mmaccel.core.report import write_whole
 from mmaccel_lab.cli.stream import memory_of
 from mmaccel_lab.eval.purity import Clustering
-from mmaccel_lab.eval.stream import KINDS, Shot, Watch, memories_for, shots
+from mmaccel_lab.eval.stream import KINDS, Entry, Shot, Watch, memories_for, shots, together
 from mmaccel_lab.eval.stream_tables import paired, rows, watches, whole
 from mmaccel_lab.world import World
 
 Memory = str | dict[str, Any]
+Job = tuple[int, int, str, int | None]
+"""A watch of a world: its frames and seed, and what `watches_of` calls it."""
 
 
 def _mosaic(label: str, **fields: Any) -> Memory:
@@ -80,12 +89,18 @@ MEMORIES = ("mosaic", "rekv", "livevlm", "streammem", "recent", "window", "no_ca
 WINDOW_ALONE = _mosaic("window alone", encode_frames=0)
 """What passes see is the window: the default, called "mosaic", of rows from before passes retrieved."""
 
+SPARSE: dict[str, Any] = {"sparse": {"name": "per_head", "table": "shipped"}}
+if torch.cuda.is_available():  # where "auto" would find that no pattern pays on models so small
+    SPARSE["backend"] = "triton"
+DRAFT = {"draft": {"name": "sequential", "kv": {"name": "mosaic", "window": 16, "local": 8}}}
+
+
+def _film(label: str, kv: str, **beside: Any) -> Memory:
+    return {"name": kv, "label": label, "ingest": True, "beside": beside}
+
+
 PLANS: Mapping[str, Sequence[Memory]] = {
-    "all": [
-        "mosaic",
-        WINDOW_ALONE,
-        *MEMORIES[1:],
-    ],
+    "all": ["mosaic", WINDOW_ALONE, *MEMORIES[1:]],
     # What gives what: an index by frame or by cluster, retrieval by passes, summary tokens: each with and without.
     # `FRAMES` of frames that are indexed one by one is ReKV, answer for answer (tests/test_bench_memories.py).
     "parts": [
@@ -133,6 +148,18 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _clusters("8 a cluster", semantic=8),
         "rekv",
     ],
+    # Films ingested by the three systems (docs/mosaic.md says which), alone and together; and other memories.
+    "systems": [
+        _film("sparse + memory + draft", "mosaic", **SPARSE, **DRAFT),
+        _film("nothing", "full"),
+        _film("sparse", "full", **SPARSE),
+        _film("memory", "mosaic"),
+        _film("draft", "full", **DRAFT),
+        _film("sparse + memory", "mosaic", **SPARSE),
+        _film("sparse + draft", "full", **SPARSE, **DRAFT),
+        _film("memory + draft", "mosaic", **DRAFT),
+        *(_film(f"memory: {name}", name) for name in ("rekv", "streammem")),
+    ],
 }
 """Memories that are compared with one another; a mapping is a policy's fields, and the `label` it is shown under."""
 
@@ -145,33 +172,33 @@ class Asker:
         dtype = getattr(torch, options.dtype)
         self.model = load_model(options.model, device=options.device, dtype=dtype)
         self.processor = load_processor(options.model)
-        self.memories = memories_for(self.processor, chosen(options), options.budgets, options.window)
+        self.watches = watches_of(self.processor, options)
 
-    def __call__(self, world: tuple[int, int]) -> Iterator[dict[str, Any]]:
-        """Rows of one world, (frames, seed), as they come."""
-        frames, seed = world
-        options, began, seen = self.options, time.perf_counter(), list[Watch]()
+    def __call__(self, job: Job) -> Iterator[dict[str, Any]]:
+        """Rows of one watch of a world as they come."""
+        frames, seed, *watch = job
+        options, seen = self.options, list[Watch]()
+        by = {"processes": options.processes, "place": list(self.watches).index(tuple(watch))}
         for shot in shots(
             self.model,
             self.processor,
-            self.memories,
+            self.watches[tuple(watch)],
             [World.generate(seed, frames)],
             kinds=options.kinds,
             still=options.still,
             call=options.call,
             most=options.most,
+            told=options.told,
             watched=seen.append,
         ):
-            yield {"what": "answer", **shot.to_dict()}
-            while seen:
-                yield {"what": "watch", **seen.pop(0).to_dict()}
-        yield from ({"what": "watch", **one.to_dict()} for one in seen)
-        yield {
-            "what": "world",
-            "seed": seed,
-            "frames": frames,
-            "seconds": time.perf_counter() - began,
-        }
+            yield {"what": "answer", **by, **shot.to_dict()}
+        yield from ({"what": "watch", **by, **one.to_dict()} for one in seen)
+
+
+def watches_of(processor: Any, options: argparse.Namespace) -> dict[tuple[str, int | None], list[Entry]]:
+    """What one watch of a world serves, by what its row has: the first memory's name, and the last budget."""
+    found = together(memories_for(processor, chosen(options), options.budgets, options.window))
+    return {(some[0].name, some[-1].budget): some for some in found}
 
 
 def chosen(options: argparse.Namespace) -> list[Memory]:
@@ -181,22 +208,24 @@ def chosen(options: argparse.Namespace) -> list[Memory]:
     return [by.get(name) or memory_of(name) for name in options.memory or by]
 
 
-def worlds(options: argparse.Namespace, done: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(frames, seed) of the worlds to come, in an order that has all lengths in proportion wherever it is broken off; each
-    length has worlds of its own."""
+def worlds(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """(frames, seed) of the worlds, in an order that has all lengths in proportion wherever it is broken off; each length
+    has its own, the first of so many `--cards` and `--scenes`."""
     counts = options.worlds * len(options.frames) if len(options.worlds) == 1 else options.worlds
     if len(counts) != len(options.frames):
         raise SystemExit("--worlds: give one number, or one for each of --frames.")
-    turns = sorted(
-        ((n + 1) / count, frames, options.seed + 100_003 * frames + n)
-        for frames, count in zip(options.frames, counts, strict=True)
-        for n in range(count)
-    )
-    return [(frames, seed) for _, frames, seed in turns if (frames, seed) not in done]
+    turns = []
+    for frames, count in zip(options.frames, counts, strict=True):
+        every = itertools.count(options.seed + 100_003 * frames)
+        made = (World.generate(seed, frames) for seed in every)
+        rich = (one for one in made if len(one.cards) >= options.cards)
+        full = (one.seed for one in rich if len(one.questions("scene")) >= options.scenes)
+        turns += [((n + 1) / count, frames, seed) for n, seed in enumerate(itertools.islice(full, count))]
+    return [(frames, seed) for _, frames, seed in sorted(turns)]
 
 
-def run(options: argparse.Namespace, left: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """Rows as they come, until all worlds are done or the time is up."""
+def run(options: argparse.Namespace, left: Sequence[Job]) -> Iterator[dict[str, Any]]:
+    """Rows as they come, until all is done or the time is up."""
     end = time.monotonic() + options.limit
     with contextlib.closing(jobs.rows(Asker, options, left, options.processes)) as coming:
         for row in coming:
@@ -210,12 +239,13 @@ def run(options: argparse.Namespace, left: Sequence[tuple[int, int]]) -> Iterato
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The rows of some files that say what they are, without their conclusions."""
     found = read_rows(paths)
-    return [row for row in found if row.get("what") in ("answer", "watch", "world") or "environment" in row]
+    return [row for row in found if row.get("what") in ("answer", "watch") or "environment" in row]
 
 
 def conclusions(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Over the questions that every memory was asked: by length, and over all lengths ("all")."""
-    # A world that was broken off was begun again: what is the same but for its time counts once.
+    # A watch that was broken off was begun again: what is the same but for its time counts once. Memories in their order.
+    found = sorted(found, key=lambda row: row.get("place", 0))
     by_question = {
         _key(row, "memory", "budget", "question"): row for row in found if row.get("what") == "answer"
     }
@@ -256,7 +286,7 @@ def _key(row: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "what"}
+    return {name: value for name, value in row.items() if name not in ("what", "processes", "place")}
 
 
 def _watch(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,6 +338,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--still", type=float, default=0.3, help="share of the frames in which nothing moves")
     parser.add_argument("--call", type=int, help="frames a memory is given at a time (many)")
     parser.add_argument("--most", type=int, default=4, help="questions of a kind about a world, at most")
+    parser.add_argument("--cards", type=int, default=1, choices=range(1, 9), help="of a world, at least")
+    parser.add_argument("--scenes", type=int, default=0, choices=range(8), help="asked about, at least")
+    parser.add_argument("--told", type=int, default=0, help="tokens of a caption asked for last, at most")
     parser.add_argument("--seed", type=int, default=0, help="training has seen none below 2**31")
     parser.add_argument(
         "--processes", type=int, default=1, help="which take worlds, and visible devices, in turns"
@@ -321,6 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--brief", type=Path, help="a second file, of what is concluded from the answers alone"
     )
+    parser.add_argument("--table", type=Path, help="a Markdown file, of --plan systems")
     options = parser.parse_args(argv)
     with jobs.interruptible(options.out):
         if not options.rows:
@@ -334,25 +368,30 @@ def conclude(options: argparse.Namespace) -> None:
     concluded = list(conclusions(found))
     write_rows(options.out, [*found, *concluded])
     if options.brief is not None:
-        short = [row for row in [*found, *concluded] if row.get("what") not in ("answer", "watch", "world")]
+        short = [row for row in [*found, *concluded] if row.get("what") not in ("answer", "watch")]
         write_rows(options.brief, short)
+    if options.table is not None:
+        write_whole(options.table, system_table.markdown(found))
     print("\n".join(line for row in concluded if (line := shown(row)) is not None))
 
 
 def measured(options: argparse.Namespace) -> None:
     """Ask, and write what comes."""
     # What is wrong with a memory is better known before processes start.
-    memories_for(load_processor(options.model), chosen(options), options.budgets, options.window)
-    before = read([options.out] if options.out.exists() else [])
-    done = {(row["frames"], row["seed"]) for row in before if row.get("what") == "world"}
-    log, began, many = Log(options.out, torch.device(options.device)), time.monotonic(), len(done)
-    with contextlib.closing(run(options, worlds(options, done))) as coming:
+    watches = watches_of(load_processor(options.model), options)
+    there = read([options.out] if options.out.exists() else [])
+    done = {_key(row, "memory", "budget") for row in there if row.get("what") == "watch"}
+    every = [(*world, *watch) for world in worlds(options) for watch in watches]
+    left = [job for job in every if job not in done]
+    log, began = Log(options.out, torch.device(options.device)), time.monotonic()
+    many = len(every) - len(left)
+    with contextlib.closing(run(options, left)) as coming:
         for row in coming:
             log.row(**row)
-            if row["what"] == "world":
+            if row["what"] == "watch":
                 many += 1
-                told = f"{row['frames']} frames, seed {row['seed']}: {row['seconds']:.1f} s"
-                print(f"world {many} after {time.monotonic() - began:.0f} s ({told})", flush=True)
+                told = f"{row['memory']}, {row['frames']} frames, seed {row['seed']}: {row['seconds']:.1f} s"
+                print(f"{many} of {len(every)} after {time.monotonic() - began:.0f} s ({told})", flush=True)
 
 
 if __name__ == "__main__":

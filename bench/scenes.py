@@ -38,12 +38,12 @@ VISIT, FRAME, TOKEN = 0.4, 0.4, 1.0
 QUESTION = "what was shown , and when ?"
 
 
-def build(device: str, small: bool) -> tuple[nn.Module, Any]:
-    """The model, and a processor of its family with the tiny models' words; `small`: the tiny model itself."""
+def build(device: str, small: bool, shape: str = SHAPE) -> tuple[nn.Module, Any]:
+    """A model of `shape`, and a processor of its family with the tiny models' words; `small`: the tiny model itself."""
     if small:
         model = mmaccel.load_model("tiny-ov", dtype=torch.float32).to(device)
         return model, mmaccel.load_processor("tiny-ov")
-    model = shapes.build(SHAPE, device=device)
+    model = shapes.build(shape, device=device)
     stock = mmaccel.load_processor("tiny-ov")
     settings = {**stock.video.to_dict(), "size": {"height": SIDE, "width": SIDE}}
     processor = Processor(

@@ -20,6 +20,7 @@ splits    seconds a frame of a planted stream, those of clustering, and how ofte
 memory    device memory after 1 024 and 7 200 frames, its growth a frame, ReKV's after 1 024, and where keeping everything on
           the device ends
 streams   frames a second of one process on each of 1, 2, ... devices, to that of one
+ingest, capped: `bench/ingest.py`; drafted: `bench/drafted.py`
 day       43 200 rendered frames through `watch` on tiny-ov: seconds a frame and memory, hour by hour
 
 A stream in a host store of which less than nine in ten frames are off the device, or in which nothing was split, put off or
@@ -42,7 +43,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from asking import asked, budgets_step, grown, lengths_step, rivals_step, spread, whole_step
+from drafted import drafted_step
 from happened import log_happened
+from ingest import capped_step, ingest_step
 from scenes import QUESTION, SHAPE, Scenes
 from steps import Step, run_steps
 from timing import Log
@@ -224,6 +227,11 @@ def steps() -> list[Step]:
         ("memory", 150.0, memory_step),
         ("whole", 120.0, whole_step),
         ("streams", 150.0, streams_step),
+        ("ingest:short", 260.0, ingest_step("frames")),
+        ("ingest:long", 420.0, ingest_step("late")),
+        ("drafted", 200.0, drafted_step),
+        ("capped:tiny", 150.0, capped_step("tiny-ov")),
+        ("capped:7b", 330.0, capped_step(SHAPE)),
     ]
     return [Step(*one) for one in found]
 

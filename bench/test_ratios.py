@@ -1,11 +1,11 @@
 """What the parts cost on a CPU, each beside its dense or naive twin in the same run: `make bench`, in CI.
 
-A case is a pair of functions that take turns, timed in CPU seconds of one thread, so that a machine's speed and its other
-work cancel; a case of many small calls has a twin of many small calls, one of few large ones a twin of such. The ratio is
-the median of time / twin's time over a block of turns; of `BLOCKS` blocks the least counts, for what else a machine does
-only adds. A case that seems slower (`NEAR`) is measured for as many blocks again, twice, and the median of the three
-counts: the least of three would hide a true slowdown. A ratio above `LIMIT` times the committed one (`ratios.json`)
-fails and names its case.
+A case is a pair of functions, timed in CPU seconds, so that a machine's speed and its other work cancel; a case of many
+small calls has a twin of many small calls, one of few large ones a twin of such. The two run in strict turns, and in each
+turn a function is called until `STRETCH` seconds are over, so that its own caches are warm for most of its time. What
+counts is the median over all turns of time / twin's time: a burst of other work moves few turns, and up as often as down.
+The turns end when the median is surely below `LIMIT` times this processor's ratio in `ratios.json`, or after `MOST` seconds.
+A median above that limit fails and names its case.
 
     make bench BENCH='-k clustering --write "splits look at fewer units"'    # commit a new ratio, and why
     make bench BENCH='--plant 1.5'                                           # is a slowdown of each case caught?
@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from committed import commit, ratio_of
 from torch import Tensor
 
 import mmaccel
@@ -35,11 +36,11 @@ from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.report import write_whole
 
-LIMIT, NEAR = 1.25, 1.12
-BLOCKS, LEAST, MOST, SECONDS = 4, 3, 15, 0.7
-"""Blocks of turns; turns of a block, at least and at most, and seconds that it takes between these."""
+LIMIT, SURE = 1.25, 4.0
+"""Limit, and standard deviations of the sign test by which more than half of the turns must lie below it."""
+STRETCH, LEAST, MOST = 0.01, 3.0, 6.0
+"""CPU seconds of one function's calls in a turn, and of all turns of a case, at least and at most."""
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 """What is measured, and its twin."""
 
@@ -118,14 +119,8 @@ def memory(name: str, **fields: Any) -> Any:
     policy: Any = Recipe.load(kv={"name": name, **fields}).kv
     assert isinstance(policy, StreamPolicy)
     head, tokens = contract.HEAD, contract.TOKENS
-    positions = PositionIds(
-        torch.arange(head)[None],
-        head + torch.arange(tokens)[None],
-        lambda n: tokens * torch.arange(n),
-        head + tokens,
-        tokens,
-        10**6,
-    )
+    first, unit = torch.arange(head)[None], head + torch.arange(tokens)[None]
+    positions = PositionIds(first, unit, lambda n: tokens * torch.arange(n), head + tokens, tokens, 10**6)
     stream = Stream(unit=tokens, head=head, pace=1, places=positions, dtype=torch.float32)
     model: Any = contract.Wheel()
     state = policy.stream(stream, contract.GEOMETRY, model, torch.device("cpu"))
@@ -158,11 +153,8 @@ def watch(state: Any, units: int) -> None:
         look = scenes[torch.arange(first, first + count) // 12 % 64]
         times = tuple(float(t) for t in range(first, first + count))
         rows = count * contract.TOKENS
-        run(
-            state,
-            StreamPass(kind="units", rows=rows, first=first, count=count, times=times, look=look),
-            seed=first,
-        )
+        units_pass = StreamPass(kind="units", rows=rows, first=first, count=count, times=times, look=look)
+        run(state, units_pass, seed=first)
     state.idle()
 
 
@@ -219,12 +211,13 @@ def acceptance() -> Pair:
     logits = torch.randn(n + 1, vocab)
     q = logits[:n].add(0.3 * torch.randn(n, vocab)).softmax(-1)
     ids = q.multinomial(1)[:, 0]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator()
 
     def warp(_: Tensor, row: Tensor) -> Tensor:
         return row.softmax(-1)
 
     def one_by_one() -> None:
+        generator.manual_seed(0)
         for _ in range(10):
             for i in range(n):
                 p = warp(ids, logits[i])
@@ -234,6 +227,7 @@ def acceptance() -> Pair:
                     left.multinomial(1, generator=generator)
 
     def at_once() -> None:
+        generator.manual_seed(0)
         for _ in range(10):
             accept(Proposal(ids, q=q), logits, ids, warp, generator)
 
@@ -267,10 +261,8 @@ def model() -> Any:
     """A trained tiny model, and a prompt of a video for it."""
     from mmaccel_lab.world import World, render
 
-    plain, processor = (
-        mmaccel.load_model("tiny-qwen", dtype=torch.float32),
-        mmaccel.load_processor("tiny-qwen"),
-    )
+    plain = mmaccel.load_model("tiny-qwen", dtype=torch.float32)
+    processor = mmaccel.load_processor("tiny-qwen")
     table = World.generate(3, 16).table()
     return plain, processor, render({name: rows[:16] for name, rows in table.items()}, 42, 70)
 
@@ -332,18 +324,24 @@ def slowed(work: Callable[[], Any], times: float) -> Callable[[], None]:
     return run
 
 
-def least(ratios: list[float], block: int) -> float:
-    """The least median of the blocks of `ratios`."""
-    return min(statistics.median(ratios[i : i + block]) for i in range(0, len(ratios), block))
+def seconds(work: Callable[[], Any], calls: int = 1) -> float:
+    """CPU seconds of one of so many calls in a row."""
+    began = time.process_time()
+    for _ in range(calls):
+        work()
+    return (time.process_time() - began) / calls
 
 
-def again(work: Callable[[], Any], twin: Callable[[], Any]) -> float:
-    """The ratio of one turn."""
-    times = [time.process_time()]
-    for call in (twin, work):
-        call()
-        times.append(time.process_time())
-    return (times[2] - times[1]) / (times[1] - times[0])
+def median_ratio(turn: Callable[[], float], limit: float, clock: Any = time.process_time) -> float:
+    """The median ratio of as many turns as it takes to see that it is below `limit`, or of `MOST` seconds."""
+    ratios: list[float] = []
+    began, below = clock(), 0
+    while (spent := clock() - began) < MOST:
+        if spent > LEAST and 2 * below - len(ratios) > SURE * len(ratios) ** 0.5:
+            break
+        ratios.append(turn())
+        below += ratios[-1] < limit
+    return statistics.median(ratios)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -354,31 +352,22 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
     why, plant = request.config.getoption("--write"), request.config.getoption("--plant")
     committed = json.loads(path.read_text()) if path.exists() else {}
     assert why or name in committed, f"{name} has no committed ratio; run it with --write and the reason."
-    work, twin = CASES[name]()
-    of_twin: list[float] = []
-
-    def turn() -> None:
-        began = time.process_time()
-        twin()
-        of_twin.append(time.process_time() - began)
-
-    measured = slowed(work, plant)
+    before = 0.0 if why else ratio_of(committed[name])  # nothing is below 0: a new ratio takes all the time
     with torch.no_grad():
-        work(), turn()
-        began = time.process_time()
-        work(), turn()
-        block = min(max(LEAST, int(SECONDS / (time.process_time() - began))), MOST)
-        benchmark.pedantic(measured, setup=turn, rounds=BLOCKS * block, warmup_rounds=1)
-        each = [own / other for own, other in zip(benchmark.stats.stats.data, of_twin[3:], strict=True)]
-        ratios = [least(each, block)]
-        if not why and ratios[0] > NEAR * committed[name]["ratio"]:
-            ratios += [least([again(measured, twin) for _ in range(BLOCKS * block)], block) for _ in range(2)]
-        ratio = statistics.median(ratios)
+        work, twin = CASES[name]()
+        work = slowed(work, plant)
+        benchmark.pedantic(work), twin()
+        calls, calls_of_twin = (1 + int(STRETCH / seconds(one)) for one in (work, twin))
+
+        def turn() -> float:
+            other = seconds(twin, calls_of_twin)
+            benchmark.stats.update(taken := seconds(work, calls))
+            return taken / other
+
+        ratio = median_ratio(turn, LIMIT * before)
     if why:
-        committed[name] = {"ratio": round(ratio, 4), "why": why}
-        write_whole(path, json.dumps(dict(sorted(committed.items())), indent=1) + "\n")
-    before = committed[name]["ratio"]
-    benchmark.extra_info.update(ratio=ratio, committed=before, ratios=ratios)
+        commit(path, name, before := ratio, why)
+    benchmark.extra_info.update(ratio=ratio, committed=before, turns=len(benchmark.stats.stats.data) - 1)
     slower = ratio > LIMIT * before
-    said = f"{name} takes {ratio:.4f} of its twin's time; {before} is committed."
+    said = f"{name} takes {ratio:.4f} of its twin's time; {before:.4f} is committed."
     assert slower == (plant > 1), said if slower else f"{said} A slowdown of {plant} is not caught."

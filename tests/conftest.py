@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import mmaccel  # noqa: F401  # before transformers: see `mmaccel.models._declare_operators`
+
 # Read when transformers is first imported: what a command prints is compared with nothing else.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

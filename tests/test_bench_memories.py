@@ -38,14 +38,21 @@ def test_worlds_by_two_processes_one_more_later_and_files_together(
     memories = ("--memory", "mosaic init=8", "rekv")
     main([*FEW, *memories, "--worlds", "2", "--processes", "2", "--out", str(out)])
     counts = Counter(row.get("what") for row in rows(out))
-    assert counts["world"] == 2 and counts["answer"] == 4 and counts["watch"] == 4
+    assert counts["answer"] == 4 and counts["watch"] == 4
     assert {row["memory"] for row in rows(out) if row.get("what") == "answer"} == {"mosaic init=8", "rekv"}
-    # The same again asks nothing, three worlds ask one more.
+    # The same again asks nothing; what one watch of two worlds lacks is asked, and then one world more.
     main([*FEW, *memories, "--worlds", "2", "--out", str(out)])
+    done = [row for row in rows(out) if row.get("what") == "watch"]
+    assert len(done) == 4
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows(out) if row != done[0]))
+    main([*FEW, *memories, "--worlds", "2", "--out", str(out)])
+    again = [row for row in rows(out) if row.get("what") == "watch"]
+    assert len(again) == 4 and again[:3] == done[1:]
     main([*FEW, *memories, "--worlds", "3", "--out", str(out)])
     found = rows(out)
-    assert Counter(row.get("what") for row in found)["answer"] == 6
-    seeds = {row["seed"] for row in found if row.get("what") == "world"}
+    # The watch that was lost has asked its question again.
+    assert Counter(row.get("what") for row in found)["answer"] == 7
+    seeds = {row["seed"] for row in found if row.get("what") == "watch"}
     assert seeds == {100_003 * 24 + n for n in range(3)}
     means = {(row["memory"], row["kind"]): row for row in found if row.get("what") == "mean"}
     assert means["rekv", "all"]["questions"] == 3
@@ -77,6 +84,81 @@ def test_what_did_not_happen_in_a_stream_is_told(main: Callable[..., None]) -> N
     assert idle({"counters": {**told, **splits, "deferred": 0.0}}) == ["deferred"]
     assert idle({"counters": {**told, "resident": 11.0}}) == ["89% of the frames off the device, not 90%"]
     assert idle({"counters": {"units": 3.0}}) is None
+
+
+def test_systems_alone_and_together_come_to_a_table(main: Callable[..., None], tmp_path: Path) -> None:
+    names = ("nothing", "memory", "sparse + memory", "sparse + memory + draft")
+    out, table = tmp_path / "systems.jsonl", tmp_path / "table.md"
+    few = [
+        *FEW[:3],
+        "48",
+        *FEW[4:10],
+        "--cards",
+        "7",
+        "--scenes",
+        "2",
+        "--kinds",
+        "order",
+        "--told",
+        "6",
+        "--worlds",
+        "1",
+    ]
+    main([*few, "--plan", "systems", "--memory", *names, "--out", str(out), "--table", str(table)])
+    watched = {row["memory"]: row for row in rows(out) if row.get("what") == "watch"}
+    assert watched["memory"]["counters"]["ingested"] == watched["memory"]["frames"] == 48
+    assert watched["memory"]["kept"] is None and 0 < watched["sparse + memory"]["kept"] < 1
+    drafted = watched["sparse + memory + draft"]
+    assert drafted["steps"] < 1 and drafted["caption"] == watched["sparse + memory"]["caption"] != ""
+    assert drafted["host_bytes"] > watched["memory"]["host_bytes"] > watched["nothing"]["host_bytes"] == 0
+    told = table.read_text()
+    assert "gave the same text to 1 of 1 questions" in told and "1 films of 48 frames" in told
+
+
+def test_what_the_table_of_systems_says(main: Callable[..., None]) -> None:
+    table = importlib.import_module("system_table")
+    right = {
+        # Of two films of two questions of a kind each.
+        "nothing": ("11", "11"), "memory": ("11", "10"), "memory: rekv": ("10", "00"),
+        "sparse + memory + draft": ("11", "00"), "sparse + memory": ("11", "01"),
+    }  # fmt: skip
+    found: list[dict[str, Any]] = []
+    for name, films in right.items():
+        for seed, answers in enumerate(films):
+            base = {"memory": name, "seed": seed, "frames": 500, "processes": 1}
+            held = {
+                "device_bytes": None,
+                "host_bytes": 1 << 20,
+                "kept": 0.5,
+                "tokens_per_s": 10.0,
+                "steps": 1.0,
+            }
+            found.append({**base, **held, "what": "watch", "seconds": 1.0 + seed})
+            # Rows by several processes count for what is right, and not for time.
+            found.append({**found[-1], "processes": 2, "seconds": 100.0})
+            for number, mark in enumerate(answers):
+                said = {
+                    "kind": "order",
+                    "question": f"q{number}",
+                    "said": mark,
+                    "right": mark == "1",
+                    "ttft_s": 0.01,
+                }
+                found.append({**base, **said, "what": "answer"})
+    # A film that not all were asked about counts for nothing.
+    found.append({**found[0], "seed": 9})
+    told = table.markdown(found)
+    assert told.startswith("2 films of 500 frames")
+    assert "| memory | 75.0% (50.0 to 100.0) | 75.0% (50.0 to 100.0) |" in told
+    assert "| memory | -25.0 (-50.0 to +0.0) | -25.0 (-50.0 to +0.0) |" in told
+    assert "- Over *memory*, all: lower bound -50.0 points; -2 required: missed." in told, "the best memory"
+    assert "- Over *nothing*, order: lower bound -100.0 points; -2 required: missed." in told
+    assert "*sparse + memory + draft* and *sparse + memory* gave the same text to 3 of 4 questions" in told
+    assert "| memory | 1.50 | 10.0 | 10 | 1.00 | 50.0% |  | 1 |" in told
+    all_but = [row for row in found if row["memory"] != "nothing" or row["what"] == "watch"]
+    three = [row for row in found if row["memory"] == "sparse + memory + draft" and row["what"] == "answer"]
+    again = table.markdown([*all_but, *({**row, "memory": "nothing"} for row in three)])
+    assert "- Over *nothing*, order: lower bound +0.0 points; -2 required: met." in again
 
 
 def test_curves_are_drawn_of_rows(main: Callable[..., None], tmp_path: Path) -> None:
@@ -121,7 +203,7 @@ def test_what_cannot_be_is_told_and_a_limit_keeps_what_there_is(
     main([*FEW, "--memory", "rekv", "--worlds", "1", "--limit", "0.01", "--out", str(out)])
     assert "the time is up" in capsys.readouterr().out
     assert [row.get("what") for row in rows(out)][:2] == [None, "answer"]
-    assert not any(row.get("what") == "world" for row in rows(out))
+    assert not any(row.get("what") == "watch" for row in rows(out))
 
 
 def test_frames_indexed_one_by_one_are_rekv(main: Callable[..., None], tmp_path: Path) -> None:

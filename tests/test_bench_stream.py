@@ -107,6 +107,35 @@ def test_a_day_beside_what_is_predicted(tmp_path: Path) -> None:
     }
 
 
+def test_films_taken_in_at_once_asked_under_drafts_and_on_a_capped_device(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    rows = run(out, "ingest", "drafted", "capped", shrink=60)
+    assert [row for row in rows if "failed" in row and row.get("case") != "drafted"] == []
+    films = {(row["way"], row["frames"]): row for row in rows if row.get("case") == "ingest"}
+    lengths = sorted({frames for _, frames in films})
+    assert (
+        len(lengths) == 2 and {way for way, _ in films} == {"window", "sparse", "dense"} and len(films) == 6
+    )
+    assert all(row["frames_s"] > 0 and row["floor_s"] > 0 for row in films.values())
+    assert all(0 < films["sparse", n]["kept"] < 1 and films["sparse", n]["seen"] == 1 for n in lengths)
+    assert films["dense", lengths[1]]["scaled"] and "scaled" not in films["dense", lengths[0]]
+    ratios = {row["frames"]: row for row in rows if row.get("case") == "ingest ratio"}
+    for n in lengths:
+        of = films["sparse", n]["frames_s"] / films["window", n]["frames_s"]
+        assert ratios[n]["over_window"] == pytest.approx(of)
+    asked = {(row["way"], row["keep"]): row for row in rows if row.get("case") == "drafted"}
+    assert len(asked) == 6 and all(row["failed"] is None and row["p50_s"] > 0 for row in asked.values())
+    for way in ("sequential", "parallel"):
+        often, seldom = (asked[way, keep] for keep in (0.8, 0.05))
+        assert often["drafted"] > 0 and seldom["drafted"] > 0
+        assert often["accepted"] / often["drafted"] > 2 * seldom["accepted"] / seldom["drafted"]
+    assert len([row for row in rows if row.get("case") == "drafted ratio"]) == 4
+    capped = {row["way"]: row for row in rows if row.get("case") == "capped"}
+    assert len(capped) == 2 and all(row["new"] == 4 and row["tokens"] >= 1000 for row in capped.values())
+    assert all(row["host_bytes"] > 0 and 0 < row["kept"] < 1 for row in capped.values())
+    assert run(out, "ingest", "drafted", "capped", shrink=60)[: len(rows)] == rows, "steps are not run again"
+
+
 def test_a_stream_that_shows_too_little_is_no_measurement() -> None:
     sys.path.insert(0, str(ROOT / "bench"))
     happened = importlib.import_module("happened")

@@ -74,7 +74,11 @@ print(tuple(out.shape))
 def test_import_patches_nothing() -> None:
     """Neither torch nor transformers differs after the import: same functions, same attention table."""
     code = """
-import json, torch, transformers
+import importlib.util, json, torch
+if torch.version.cuda is None and importlib.util.find_spec("torchvision"):  # see `mmaccel.models._declare_operators`
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as table
 def state():
     names = ("softmax", "matmul", "nn.Linear.forward", "nn.functional.scaled_dot_product_attention", "nn.Module.__call__")

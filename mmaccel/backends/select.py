@@ -16,10 +16,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ BLOCK = 64  # tokens of a block unless a pattern says otherwise
 # Whose versions costs depend on.
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "mmaccel")
 
+Kept = TypeVar("Kept")
 Bench = Callable[[Callable[[], Any], torch.device], float]
 """Runs something as often as it wants and says how many seconds one run takes."""
 
@@ -96,6 +97,11 @@ class Costs:
     sparse: dict[str, Line]
     planning: Line = Line(0.0, 0.0)
     untried: dict[str, str] = field(default_factory=dict)
+
+    def scaled(self, factor: float) -> Costs:
+        """The same at heads `factor` times as large: what a pair costs goes with their size."""
+        sparse = {name: replace(line, each=line.each * factor) for name, line in self.sparse.items()}
+        return replace(self, dense=replace(self.dense, each=self.dense.each * factor), sparse=sparse)
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Costs:
@@ -147,7 +153,7 @@ def decide(
     label: str = "",
     block: int = BLOCK,
     measure: bool | None = None,
-    store: Store | None = None,
+    store: Store[Costs] | None = None,
     **how: Any,
 ) -> Choice:
     """The backend for `name` ("auto", or one by name, which stands) on `device`, for layers of `shape`.
@@ -169,7 +175,7 @@ def decide(
         return Choice(names[0], f"the first of {', '.join(names)} on {device.type}; nothing was measured")
     if shape.dtype == torch.float64:
         return Choice("reference", "no other computes in float64")
-    kept = store if store is not None else Store()
+    kept: Store[Costs] = store if store is not None else Store()
     tried = tuple(n for n in names if n != "reference") or names
     key = key_of(device, shape, tried, f"{label} in blocks of {block}")
     costs = kept.get(key)
@@ -331,28 +337,31 @@ def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> 
     return heads * len(index), Part(rows, (KeySpan(pos, pos, pos, 0, 2**31 - 1, lists),))
 
 
-class Store:
-    """Costs on disk, one JSON file: by device, shape, versions, and a label for what was planned."""
+class Store(Generic[Kept]):
+    """What was measured, on disk, one JSON file: costs, or what `of` makes of an entry; by device, shape, versions, and a
+    label for what was planned. `path` is a file, or the name of one in the user's cache folder."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | str = "costs.json", of: Callable[[Any], Any] = Costs.of) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self.path = path if path is not None else Path(home) / "mmaccel" / "costs.json"
+        self.path = path if isinstance(path, Path) else Path(home) / "mmaccel" / path
+        self._of = of
 
     def __len__(self) -> int:
         return len(self._all())
 
-    def get(self, key: str) -> Costs | None:
+    def get(self, key: str) -> Kept | None:
         """What is kept under `key`; None where nothing is, or nothing that can be read."""
         try:
-            return Costs.of(self._all()[key])
+            found: Kept = self._of(self._all()[key])
+            return found
         except (KeyError, TypeError, AttributeError):
             return None
 
-    def put(self, key: str, costs: Costs) -> None:
+    def put(self, key: str, costs: Kept) -> None:
         """Keep `costs`; where nothing can be written, they are measured again next time."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            whole = {**self._all(), key: asdict(costs)}
+            whole = {**self._all(), key: asdict(costs)}  # type: ignore[call-overload]
             with tempfile.NamedTemporaryFile(
                 "w", dir=self.path.parent, delete=False, encoding="utf-8"
             ) as file:

@@ -21,6 +21,7 @@ from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, FinishReason
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
+from mmaccel.models import load_processor
 
 Generation = tuple[Tensor, Report]
 """New ids [B, n], and the report of the run."""
@@ -43,7 +44,8 @@ class Answer:
 def prompt(processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Module) -> dict[str, Tensor]:
     """Inputs of one turn (pieces of type "video", "image" and "text", in order) on the model's device, in its dtype."""
     first = next(model.parameters())
-    inputs = processor.chat(content, device=first.device, dtype=first.dtype)
+    shown = load_processor(processor, like=model)
+    inputs = shown.chat(content, device=first.device, dtype=first.dtype)
     return {name: x.to(first.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
@@ -85,6 +87,7 @@ def ask_each(
     """
     ids, report = generate(model, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer)
     plain = model.model if isinstance(model, Accelerated) else model
+    processor = load_processor(processor, like=plain)
     answers, tokenizer = [], processor.tokenizer
     ends = ends_of(plain, tokenizer)
     special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}

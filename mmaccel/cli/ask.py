@@ -31,7 +31,16 @@ if TYPE_CHECKING:
 ATTENTION = ("self_attn", "attn")
 """What the attention of a layer is called in language models and vision towers."""
 
-FIGURES = ("ttft_s", "tokens_per_s", "kept", "peak_bytes", "prompt_tokens", "new_tokens", "backend")
+FIGURES = (
+    "ttft_s",
+    "tokens_per_s",
+    "kept",
+    "peak_bytes",
+    "prompt_tokens",
+    "video_units",
+    "new_tokens",
+    "backend",
+)
 """What --json tells as the `Report` has it."""
 
 LABELS, COLUMN = 32, 24
@@ -53,7 +62,8 @@ def ask(
     fps: Fps = None,
     frames: Frames = None,
     max_frames: Annotated[
-        int | None, Option(help=f"At most so many frames (the model's own bound, or {MAX_FRAMES}).")
+        int | None,
+        Option(help=f"At most so many frames (what the model's users take; with --fps {MAX_FRAMES})."),
     ] = None,
     max_new_tokens: Longest = MAX_NEW_TOKENS,
     timeout: Timeout = None,
@@ -78,10 +88,15 @@ def ask(
     processor = choices.processor(model)
     with bars() as progress:
         how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
+        if frames == "auto":
+            loaded = choices.load(model, device, dtype)
+            how.update(model=loaded, recipe=next(iter(chosen.values())))
         seen = choices.read_video(video, processor, progress, **how)
-        loaded = choices.load(model, device, dtype)
+        loaded = how.get("model") or choices.load(model, device, dtype)
         answers, tokens = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
+    height, width = seen.frames.shape[-2:]
     facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": device}
+    facts |= {"fps": round(seen.fps, 4), "size": [height, width]}
     if as_json:
         print_json(as_object(answers, facts, tokens, compare))
     else:
@@ -181,8 +196,9 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
     tokens  video tokens of the prompt
     """
     prompt = next(iter(answers.values())).report.prompt_tokens
+    rate = f" at {facts['fps']:.3g} a second" if "fps" in facts else ""
     head = Text(
-        f"{facts['question']}\n{facts['model']}, {many(facts['frames'], 'frame')}, {many(prompt, 'token')}",
+        f"{facts['question']}\n{facts['model']}, {many(facts['frames'], 'frame')}{rate}, {many(prompt, 'token')}",
         overflow="fold",
     )
     # On a CPU it is the process that is measured, from its start on: a later column cannot show less.

@@ -43,8 +43,11 @@ def caption(
     choices.check(chosen, model, device)
     processor = choices.processor(model)
     with bars() as progress:
-        seen = choices.read_video(video, processor, progress, fps=fps, frames=frames, timeout=timeout)
-        loaded = choices.load(model, device, dtype)
+        how: dict[str, Any] = {"fps": fps, "frames": frames, "timeout": timeout}
+        if frames == "auto":
+            how.update(model=choices.load(model, device, dtype), recipe=chosen)
+        seen = choices.read_video(video, processor, progress, **how)
+        loaded = how.get("model") or choices.load(model, device, dtype)
     text = {"type": "text", "text": request or CAPTION_REQUEST}
     inputs = answer.prompt(processor, [{"type": "video", "video": seen}, text], loaded)
     show = partial(print, end="", flush=True)

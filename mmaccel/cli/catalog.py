@@ -18,7 +18,7 @@ from mmaccel.backends import select
 from mmaccel.cli.choices import takes
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
-from mmaccel.core.recipe import Recipe, check_sequences, presets, stream_policy
+from mmaccel.core.recipe import MAIN_PRESETS, Recipe, check_sequences, presets, stream_policy
 from mmaccel.core.registry import KINDS, policy, registry
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
@@ -58,6 +58,11 @@ def list_names(
             names = [name if reason is None else f"{name} (no: {reason})" for name, reason in names.items()]
         table.add_row(kind, ", ".join(names) or "(none)")
     out().print(table)
+    uses, lines = Table("preset", "what for", box=None, pad_edge=False), presets()
+    for name in MAIN_PRESETS:
+        uses.add_row(name, lines[name])
+    out().print()
+    out().print(uses)
     families = Table("family", "model types", *next(iter(abilities().values())), box=None, pad_edge=False)
     for name, can in abilities().items():
         families.add_row(name, ", ".join(registry("model")[name].model_types), *can.values())
@@ -207,15 +212,28 @@ def verdict(works: Callable[[], object], names: Iterable[str] = ()) -> str:
     return YES
 
 
+USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "VideoSession": stream_policy}
+"""What a recipe serves, and what raises `RecipeError` for one that does not."""
+
+
+def choices() -> dict[str, list[str]]:
+    """What may be chosen: the names of each slot, "own" the pruner of a draft; "none" where there need not be one."""
+    names = {slot: list(registry(slot)) for slot in SLOTS}
+    own = {name for name, cls in registry("prune").items() if cls.stage == "draft"}
+    pruners = {"own": sorted(own), "prune": [name for name in names["prune"] if name not in own]}
+    return {**names, **{kind: ["none", *some] for kind, some in pruners.items()}}
+
+
+def refusal(use: str, names: Iterable[str] = (), **parts: Any) -> str:
+    """`YES`, or why a recipe of `parts`, by slot, does not serve a use; `names` are left out of the reason."""
+    return verdict(lambda: USES[use](Recipe(**parts)), names)
+
+
 def together(one: str, other: str, a: str, b: str) -> str:
     """Whether policies `a` and `b` of two slots stand in one recipe, which then serves something."""
 
-    def works() -> None:
-        recipe = Recipe(**{one: build(one, a), other: build(other, b)})
-        if YES not in (verdict(lambda: check_sequences(recipe)), verdict(lambda: stream_policy(recipe))):
-            stream_policy(recipe)
-
-    return verdict(works, (a, b))
+    told = [refusal(use, (a, b), **{one: build(one, a), other: build(other, b)}) for use in USES]
+    return YES if YES in told else told[-1]
 
 
 def inside(draft: str, prune: str) -> str:
@@ -228,23 +246,19 @@ def inside(draft: str, prune: str) -> str:
 
 def serves(slot: str, name: str, use: str) -> str:
     """Whether a recipe with one policy, and all else as it is by itself, serves "generate" or a "VideoSession"."""
-    recipe = Recipe(**{slot: build(slot, name)})
-    check: Callable[[Recipe], object] = check_sequences if use == "generate" else stream_policy
-    return verdict(lambda: check(recipe), (name,))
+    return refusal(use, (name,), **{slot: build(slot, name)})
 
 
 def markdown() -> str:
     """What composes with what: every two policies are put into a recipe; under each table the reasons that it numbers."""
-    parts, names = [], {slot: list(registry(slot)) for slot in SLOTS}
-    names["prune"] = [name for name in registry("prune") if build("prune", name).stage != "draft"]
+    parts, names = [], {kind: [name for name in some if name != "none"] for kind, some in choices().items()}
     for one, other in itertools.combinations(SLOTS, 2):
         title = f"{SLOTS[one]} beside {SLOTS[other]}"
         parts.append(_table(title, names[one], names[other], partial(together, one, other)))
     pruners = list(registry("prune"))
     parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, inside))
     for slot, said in SLOTS.items():
-        uses = ["generate", "VideoSession"]
-        parts.append(_table(f"what a {said} serves", names[slot], uses, partial(serves, slot)))
+        parts.append(_table(f"what a {said} serves", names[slot], [*USES], partial(serves, slot)))
     return "\n\n".join(parts) + "\n"
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from typer import Option
 
 from mmaccel.backends import select
-from mmaccel.cli.console import counter
+from mmaccel.cli.console import counter, remark
 from mmaccel.core.attach import Accelerated, accelerate, family_of
 from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoWarning
 from mmaccel.core.memory.kv import StreamPolicy
@@ -54,7 +53,19 @@ Dtype = Annotated[str, Option(callback=dtype, help=TYPES)]
 Draft = Annotated[str | None, Option(help="Folder or name of the draft model.")]
 Json = Annotated[bool, Option("--json", help="One JSON object on standard output, nothing else.")]
 Fps = Annotated[float | None, Option(help="Frames a second to look at.")]
-Frames = Annotated[int | None, Option(help="So many frames, evenly spaced.")]
+
+
+def number_of_frames(text: str) -> int | str:
+    """A number, or "auto"; raises `VideoError` for another word."""
+    if text != "auto" and not text.isdecimal():
+        raise VideoError(f"--frames {text}: give a number, or auto for as many as there is room for.")
+    return text if text == "auto" else int(text)
+
+
+Frames = Annotated[
+    Any,
+    Option(parser=number_of_frames, metavar="N|auto", help="So many, evenly spaced; auto: all with room."),
+]
 Timeout = Annotated[float | None, Option(help="Seconds that an address or a pipe may be silent (30).")]
 Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer.")]
 
@@ -138,25 +149,31 @@ def read_video(
     progress: Progress,
     *,
     fps: float | None = None,
-    frames: int | None = None,
+    frames: int | str | None = None,
     max_frames: int | None = None,
     timeout: float | None = None,
+    model: nn.Module | None = None,
+    recipe: Recipe | None = None,
 ) -> Video:
-    """The frames a model is to see: as asked, or at the rate of its processor, or every one."""
-    from mmaccel import media
-    from mmaccel.media.preprocess import size_of
+    """The frames a model is to see: as asked ("auto": as many as `model` has room for under `recipe`), or as its own users
+    take them (`Budget`)."""
+    from mmaccel.models.taking import most_frames, take
 
     if frames is not None and (fps is not None or max_frames is not None):
         raise VideoError(
             "--frames says how many frames, --fps and --max-frames bound them; give one or the other."
         )
-    how: dict[str, Any] = {"frames": frames, "timeout": timeout, "faster": fps is None}
-    if frames is None:
-        how["max_frames"] = max_frames if max_frames is not None else processor.video.max_frames or MAX_FRAMES
-        how["fps"] = fps if fps is not None else processor.video.fps
-    fit = partial(size_of, processor.video)
+    if fps is not None and max_frames is None:
+        max_frames = MAX_FRAMES
+    if frames == "auto":
+        assert model is not None
+        frames, told = most_frames(processor, model, path, recipe)
+        remark(told.replace("frames='auto'", "--frames auto"))
+    how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
     with own_options():
-        return media.read(path, **how, fit=fit, progress=counter(progress, "decode", "frames"))
+        return take(
+            processor, path, **how, faster=fps is None, progress=counter(progress, "decode", "frames")
+        )
 
 
 @contextmanager

@@ -26,8 +26,9 @@ PACKAGES = {
     "flash-attn-3": "flash_attn_interface",
     "flash-attn-4": "flash_attn.cute",
     "av": "av",
+    "torchvision": "torchvision",
 }
-"""Distribution -> the module by which it is used. flash-attn is version 2."""
+"""Distribution -> the module by which it is used. flash-attn is version 2; torchvision is what stock processors need."""
 
 DRIVERS = {"/proc/driver/nvidia/version": r"\s(\d+\.[\d.]+)\s", "/sys/module/amdgpu/version": r"([\d.]+)"}
 """Where a kernel driver says its version, and what of that file it is."""
@@ -64,7 +65,8 @@ def examine() -> dict[str, Any]:
         package = "flash-attn-4" if name == "flash" else DENSE.get(name, "triton")
         if kernels[what] is None and versions[package] is None and name != "captured":
             kernels[what] = f"{package} is not installed"
-    broken, store = next((one for one in problems if one.startswith("av ")), None), select.Store()
+    broken = next((one for one in problems if one.startswith("av ")), None)
+    store: select.Store[select.Costs] = select.Store()
     return {
         "problems": list(dict.fromkeys(problems)),
         "versions": versions,

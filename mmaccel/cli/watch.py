@@ -88,6 +88,7 @@ def watch(
     """
     from mmaccel import media
     from mmaccel.media.address import is_url
+    from mmaccel.models.taking import tell_of_world
 
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")
@@ -102,6 +103,7 @@ def watch(
         clips: Iterator[Video] = iter(())
         reading, point, broken, stored = None, None, list[VideoError](), False
         if video is not None:
+            tell_of_world(processor, video)
             # What is live runs away while a model is loaded, and cannot be gone on with.
             comes = format is not None or is_url(video)
             if not comes and os.path.isfile(video):

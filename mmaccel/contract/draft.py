@@ -131,8 +131,8 @@ def check_draft(strategy: DraftStrategy) -> None:
     """Raise `RecipeError` where the contract is broken, on a toy target of six tokens, decoded greedily."""
     who, needs, max_rollback = f"draft {strategy.name!r}", strategy.needs, strategy.max_rollback
     promise(
-        needs <= {"rollback", "memory", "prompt", "video", "trees"},
-        f"{who}: needs is {sorted(needs)}; give some of 'memory', 'prompt', 'rollback', 'trees' and 'video'.",
+        needs <= {"branches", "rollback", "memory", "prompt", "video"},
+        f"{who}: needs is {sorted(needs)}; give some of 'branches', 'memory', 'prompt', 'rollback' and 'video'.",
     )
     promise(
         max_rollback >= 0 and (max_rollback > 0) == ("rollback" in needs),

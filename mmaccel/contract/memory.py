@@ -15,7 +15,7 @@ from torch import Tensor
 from mmaccel.contract.prefill import check_counters, promise
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import PositionIds
+from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.kv import (
     FrameState,
     KVPolicy,
@@ -252,6 +252,10 @@ class _Trial:
                 torch.equal(view.value[:, :, -stream_pass.rows :], value),
                 f"{self.who}: a view lacks the columns of its queries; put the newest last.",
             )
+            promise(
+                view.layout is None or (view.bias is None and view.layout.length == view.key.shape[2]),
+                f"{self.who}: the layout of a view is not of its columns, or it has a bias too; tell of each column.",
+            )
             views.append(view)
         state.end_pass()
         return views
@@ -277,7 +281,8 @@ class _Trial:
         """The views of a question, copied; a token of the answer follows it."""
         state, before = self.state, self.state.length()
         with state.question_scope():
-            views = self.run(StreamPass(kind="question", rows=5, words=(1, 4), room=4))
+            rows = TokenLayout.text(1, 5)
+            views = self.run(StreamPass(kind="question", rows=5, words=(1, 4), room=4, layout=rows))
             seen = [KVView(view.key.clone(), view.value.clone(), query=view.query) for view in views]
             self.run(StreamPass(kind="answer", rows=1), name=1)
             length = state.length()

@@ -228,7 +228,7 @@ class ModelAdapter(ABC):
             "streams": ("kv", recipe.kv, not recipe.kv.sequences),
             "pruning": ("prune", prune or draft.pruner, (prune or draft.pruner) is not None),
             "drafts": ("draft", draft, draft.active),
-            "trees": ("draft", draft, bool({"trees", "memory"} & draft.needs)),
+            "trees": ("draft", draft, bool({"branches", "memory"} & draft.needs)),
         }
         for what in self.unable.keys() & asked.keys():
             kind, part, wanted = asked[what]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError, RecipeError, nearest, shown
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVState, StreamState
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -24,7 +24,7 @@ from mmaccel.core.prefill.attention import AttentionConfig
 from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
-from mmaccel.core.report import Report
+from mmaccel.core.report import Meter, Report
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
@@ -47,27 +47,27 @@ class Clip:
 @dataclass(frozen=True, eq=False)
 class Question:
     """Tokens [n] after the video and its marks, and their input embeddings [n, E]; ``words[0] .. words[1]`` of them are the
-    user's own, and none from `visual` on stands for an image or a video."""
+    user's own, and none from `visual` on stands for an image or a video; `layout` [1, n] says which do, None: none does."""
 
     ids: Tensor
     words: tuple[int, int]
     embeds: Tensor
     visual: int = 0
+    layout: TokenLayout | None = None
 
 
 class StreamModel(ABC):
     """One model as a stream uses it: pixels to features, features through the layers.
 
     Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
-    threads are done. P tokens a unit, E hidden size, V vocabulary.
+    threads are done. A unit has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
     """
 
     view: ModelView
     pace: int
-    """Frames of a unit."""
     dtype: torch.dtype
-    """Of embeddings, keys and values."""
     device: torch.device
+    layer_devices: list[torch.device]
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 
@@ -118,13 +118,14 @@ class StreamModel(ABC):
         few: bool = False,
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
+        meter: Meter | None = None,
+        ears: Mapping[int, Callable[[Tensor], None]] | None = None,
     ) -> Tensor:
-        """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory.
-
-        Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer. `few`: the
-        columns are a question's or an answer's, which few kernels may compute where they round otherwise than the modules.
-        `check` is called at each layer where columns are many; what it raises breaks the pass off. `branches`: the columns
-        are a tree.
+        """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory. Keys and
+        queries reach it before rotation; with `hidden` it is told what enters each layer. `few`: the columns are of a
+        question or answer, a tree with `branches`; few kernels may compute them, rounding otherwise than modules. `check` is
+        called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `ears` hear by layer what
+        enters it [1, n, E], and by their number what leaves the last.
         """
 
     @abstractmethod
@@ -141,8 +142,7 @@ class StreamAdapter(StreamModel):
     ) -> Generator[Clip, None, None]:
         """`video` (frames, a `Video`, an iterator of such, a path) as frames a session takes in; a path is read in pieces.
 
-        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError` in one
-        sentence.
+        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`.
         """
 
     @abstractmethod
@@ -202,15 +202,15 @@ def adapter_for(model: nn.Module) -> ModelFamily:
 
 
 def family_of(kind: str) -> ModelFamily:
-    """The adapter of a model type, as config.json names it; raises `ModelError` with the list of families."""
-    known: list[Any] = [*registry("model").values()]
-    families: dict[str, Any] = {t: one for one in reversed(known) for t in one.model_types}
-    every = families.pop("*", None)
-    adapter: ModelFamily | None = families[kind]() if kind in families else every and every()
-    if adapter is None or not (kind in families or adapter.serves(kind)):
-        listed = ", ".join(sorted(families))
-        raise ModelError(f"model type {kind!r} is not supported; supported are {listed}.")
-    return adapter
+    """The adapter of a model type, as config.json names it; raises `ModelError` with the nearest family."""
+    known: Any = reversed([*registry("model").values()])
+    families: dict[str, Any] = {t: one for one in known for t in one.model_types}
+    form: Any = families.get(kind, families.pop("*", None))
+    if form is None or not form().serves(kind):
+        raise ModelError(
+            f"model type {shown(kind)} is not supported; {nearest(kind, families)}there are {', '.join(sorted(families))}."
+        )
+    return form()  # type: ignore[no-any-return]
 
 
 class Accelerated:

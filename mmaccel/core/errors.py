@@ -45,6 +45,12 @@ def _listed(values: Collection[Any], most: int) -> str:
     return text.removesuffix(" " if end == ")" and len(values) == 1 else ", ") + end
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The words on the nearest of `known`, before more; none where all are far."""
+    near = difflib.get_close_matches(name[:SHOWN], list(known), n=1, cutoff=0.4)
+    return f"the nearest that is, is {near[0]!r}; " if near else ""
+
+
 class Field:
     """Arguments of a call as a sentence names them: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
 

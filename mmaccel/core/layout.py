@@ -74,6 +74,12 @@ class TokenLayout:
         """`length` text tokens in each of `batch` sequences."""
         return cls.build(torch.zeros(batch, length, dtype=torch.long, device=device))
 
+    def video(self) -> tuple[int, int]:
+        """How many tokens of videos there are, and how many units these show; reads the device."""
+        shown = (self.modality == VIDEO) & self.valid
+        begins = self.frame.diff(prepend=torch.full_like(self.frame[:, :1], -1), dim=1) != 0
+        return int(shown.sum()), int((shown & begins & (self.frame >= 0)).sum())
+
     @property
     def batch(self) -> int:
         return self.modality.shape[0]

@@ -15,15 +15,19 @@ import yaml
 
 from mmaccel.backends import select
 from mmaccel.core.decoding.draft import DraftStrategy
-from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, shown
+from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, shown, warn
 from mmaccel.core.files import outside
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
-from mmaccel.core.prefill.prune import TokenPruner
+from mmaccel.core.prefill.prune import ScorePruner, TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import BASES, DEFAULTS, policy, registry
 
 YAML_BYTES = 1 << 18
 """Most bytes of a recipe's file."""
+MAIN_PRESETS = ("exact", "long-video", "film-many-questions", "stream", "captions", "everything")
+"""The presets for what people do; each file says what it keeps and risks, and where its figures stand."""
+FORMER = {"prompt-lookup": "exact"}
+"""Presets of earlier versions, and those that are the same now."""
 
 
 def _default(kind: str) -> Any:
@@ -147,10 +151,16 @@ def check_pairs(recipe: Recipe) -> None:
         raise RecipeError(
             f"draft {draft.name!r} reads the whole cache and kv {kv.name!r} is another; set kv to {DEFAULTS['kv']!r}."
         )
+    for memory in (kv, getattr(draft, "kv", None)):
+        if "branches" in draft.needs and isinstance(memory, StreamPolicy) and not memory.allows_branches:
+            raise RecipeError(
+                f"draft {draft.name!r} proposes trees and kv {memory.name!r} takes chains alone (allows_branches is not "
+                "True); choose a draft that proposes chains, such as sequential."
+            )
     if "rollback" in draft.needs and kv.rollback_limit is not None and kv.rollback_limit < draft.max_rollback:
         raise RecipeError(
             f"draft {draft.name!r} rolls back up to {draft.max_rollback} tokens and kv {kv.name!r} only "
-            f"{kv.rollback_limit}; lower the draft's window or raise the memory's margin."
+            f"{kv.rollback_limit}; set the memory's margin to {draft.max_rollback}, or lower the draft's window."
         )
 
 
@@ -167,15 +177,15 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
         raise RecipeError(
             f"prune {prune.name!r} ranks the video by what comes after it and runs the prompt whole; set chunk to null."
         )
-    if "memory" in recipe.draft.needs:
+    if "memory" in recipe.draft.needs and prune.compact:
         raise RecipeError(
-            f"draft {recipe.draft.name!r} reads the target's memory, whose layers prune {prune.name!r} makes unlike; "
-            "leave prune out, or choose another draft."
+            f"draft {recipe.draft.name!r} has no numbers for the columns of the target's memory, which prune {prune.name!r} "
+            "numbers anew with compact = True; set compact to False."
         )
     if prune.glance is not None and recipe.draft.active:
         raise RecipeError(
-            f"prune {prune.name!r} chooses what each decoded token sees by the one before it, so no window can be "
-            f"verified at once; set its forget to 0, or draft to {DEFAULTS['draft']!r}."
+            f"prune {prune.name!r} chooses what each decoded token sees by the one before it, so that no window of draft "
+            f"{recipe.draft.name!r} can be verified at once; set its forget to 0, or draft to {DEFAULTS['draft']!r}."
         )
 
 
@@ -234,13 +244,15 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
         _check_recalled(kv, recipe.prune)
     if draft.active and "memory" in draft.needs:
         raise RecipeError(
-            f"draft {draft.name!r} drafts over the cache of a prompt that it saw being read, and a stream's video is read "
-            f"before there is a question; set draft to {DEFAULTS['draft']!r}."
+            f"draft {draft.name!r} drafts over the cache of a prompt that it saw being read, and a VideoSession reads its "
+            f"video before there is a question; set draft to {DEFAULTS['draft']!r}."
         )
-    if draft.active and draft.pruner is not None and not draft.pruner.needs <= {"attention"}:
+    own = draft.pruner if draft.active else None
+    scored = isinstance(own, ScorePruner) and own.needs == {"hidden"}
+    if own is not None and not (scored or own.needs <= {"attention"}):
         raise RecipeError(
-            f"draft {draft.name!r} has prune {draft.pruner.name!r}, which reads the states of a whole prompt, and kv "
-            f"{kv.name!r} keeps keys and values alone; choose one that reads attention, such as attention, for the draft."
+            f"draft {draft.name!r} has prune {own.name!r}, which reads {' and '.join(sorted(own.needs))}, and on kv "
+            f"{kv.name!r} one may read attention, or score by states (ScorePruner); choose another, such as attention."
         )
     return kv
 
@@ -271,6 +283,9 @@ def fields_of(source: str | Path) -> dict[str, Any]:
     Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` for a file that is no recipe.
     """
     text, folder = str(source), None
+    if text in FORMER:
+        warn(f"recipe {text!r} is the former name; write {FORMER[text]!r}.")
+        text = FORMER[text]
     where = f"recipe {shown(text, outside.PATH)}"
     for kind in BASES:
         for name, cls in registry(kind).items():

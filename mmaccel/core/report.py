@@ -44,6 +44,7 @@ class Report:
                     sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
+    video_tokens    of the prompt's videos; `video_units`: their steps of time (frames, or what the tower takes as one)
     notes           one sentence for each thing that was asked for and did not act, or acted otherwise, and why
     """
 
@@ -61,6 +62,8 @@ class Report:
     kv: dict[str, float]
     backend_why: str = ""
     notes: tuple[str, ...] = ()
+    video_tokens: int = 0
+    video_units: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of all fields."""
@@ -71,10 +74,8 @@ class Report:
         return Counter(name for layer in self.patterns for name in layer)
 
     def accepted_length(self) -> float:
-        """Mean drafted tokens kept in a round in which any were proposed; the target's own token is not counted.
-
-        A pipelined draft's streaks over rounds are in ``draft["counters"]``.
-        """
+        """Mean drafted tokens kept in a round in which any were proposed; the target's own is not counted. Streaks over
+        rounds of a pipelined draft are in ``draft["counters"]``."""
         lengths: list[int] = self.draft.get("lengths") or [0]
         return sum(lengths) / len(lengths)
 
@@ -143,6 +144,9 @@ class Rounds:
         """The draft was dropped; decoding goes on by itself."""
         self.failed = reason
 
+    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+        """What the draft of one sequence says of itself, when it is over."""
+
     def figures(self) -> dict[str, Any]:
         """As they stand in `Report.draft`."""
         return {
@@ -174,14 +178,17 @@ class SequenceMeter(Rounds):
         super().draft_failed(reason)
         self.whole.draft_failed(reason)
 
+    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+        self.counters, self.notes = counters, notes
+
     def token(self, count: int) -> None:
         """`count` new tokens of the sequence reached the host."""
         self.new_tokens += count
         self.whole.token(max(0, self.new_tokens - self.whole.new_tokens))
 
     def figures(self) -> dict[str, Any]:
-        own = {name: copy(getattr(self, name)) for name in ("counters", "notes", "new_tokens", "kv")}
-        return {**super().figures(), **own}
+        names = ("counters", "notes", "new_tokens", "kv")
+        return super().figures() | {name: copy(getattr(self, name)) for name in names}
 
 
 @dataclass
@@ -192,14 +199,14 @@ class Meter(Rounds):
     causal: dict[int, list[Tensor]] = field(default_factory=dict)
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
     prompt_tokens: int = 0
+    video: tuple[int, int] = (0, 0)  # its tokens and units
     new_tokens: int = 0
     started: float | None = None
     first: float | None = None
     last: float | None = None
     notes: list[str] = field(default_factory=list)
     sequences: list[SequenceMeter] = field(default_factory=list)
-    generating: bool = False
-    """Whether a generation is under way; once it is over its figures stay until the next pass."""
+    generating: bool = False  # once a generation is over its figures stay until the next pass
 
     def clear(self) -> None:
         """Forget the last call."""
@@ -213,12 +220,12 @@ class Meter(Rounds):
             torch.cuda.reset_peak_memory_stats(device)
         self.started = time.perf_counter()
 
-    def enter(self, tokens: int, start: int) -> None:
-        """A pass over `tokens` new columns from column `start` on: the prompt of a generation, or a pass by itself."""
+    def enter(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
+        """A pass over `tokens` new columns from column `start` on, a prompt or a pass by itself; see `TokenLayout.video`."""
         if not self.generating and start == 0:
             self.clear()
         if self.prompt_tokens == 0:
-            self.prompt_tokens = tokens
+            self.prompt_tokens, self.video = tokens, video
 
     def token(self, count: int = 1) -> None:
         """`count` new tokens reached the host."""
@@ -232,9 +239,8 @@ class Meter(Rounds):
         self.listed.setdefault(layer, []).append(listed)
         self.causal.setdefault(layer, []).append(causal)
         known = self.names.get(layer, names)
-        self.names[layer] = tuple(
-            a if b in a.split("+") else f"{a}+{b}" for a, b in zip(known, names, strict=True)
-        )
+        both = (f"{a}+{b}".split("+") for a, b in zip(known, names, strict=True))
+        self.names[layer] = tuple("+".join(dict.fromkeys(parts)) for parts in both)
 
     def sequence(self) -> SequenceMeter:
         """The meter of one more sequence that is drafted for."""
@@ -247,8 +253,10 @@ class Meter(Rounds):
             self.notes.append(sentence)
 
     def planned(self, other: Meter) -> None:
-        """Tell of the pairs and the notes of `other` too: what was planned while a stream was taken in."""
-        self.listed, self.causal, self.names = other.listed, other.causal, other.names
+        """Tell of the pairs and the notes of `other` too."""
+        for layer, names in other.names.items():
+            for listed, causal in zip(other.listed[layer], other.causal[layer], strict=True):
+                self.attention(layer, names, listed, causal)
         for sentence in other.notes:
             self.note(sentence)
 
@@ -294,6 +302,7 @@ class Meter(Rounds):
             kv=kv,
             backend_why=why,
             notes=tuple(self.notes),
+            **dict(zip(("video_tokens", "video_units"), self.video, strict=True)),
         )
 
 

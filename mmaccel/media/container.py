@@ -91,6 +91,7 @@ class Source(AbstractContextManager["Source"]):
         self._joined = bool(flags & Flags.ts_discont.value)
         timeless = bool(flags & Flags.no_timestamps.value)
         self._steady: bool | None = False if timeless else None if self._joined else True
+        self.comment = str(self._container.metadata.get("comment", ""))
         self.width, self.height = int(stream.codec_context.width), int(stream.codec_context.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0)
         self.count = int(stream.frames or 0)

@@ -57,6 +57,8 @@ class Pixels:
     image_grid_pinpoints: Sequence[Sequence[int]] | None = None
     do_pad: bool | None = None
     fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int | None = None
     max_frames: int | None = None
 
     def __post_init__(self) -> None:

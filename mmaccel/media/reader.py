@@ -21,6 +21,9 @@ from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
 Fit = Callable[[int, int, int], tuple[int, int]]
 """`fit(frames, height, width)`: the (height, width) that a model makes of so many frames of that size."""
 
+Rule = Callable[[int, float], int]
+"""`rule(frames, rate)`: how many to take of so many frames, at `rate` a second on average (0.0: unknown)."""
+
 AHEAD = 256
 """Frames for which there must still be room, while it is not known how many come."""
 
@@ -32,7 +35,7 @@ def read(
     path: str | os.PathLike[str],
     *,
     fps: float | None = None,
-    frames: int | None = None,
+    frames: int | Rule | None = None,
     start: float | None = None,
     stop: float | None = None,
     max_frames: int | None = None,
@@ -52,7 +55,8 @@ def read(
       `Video.clock` has these ticks, `Video.times` the presentation times.
     - `gaps`: at a tick that shows the same frame as the tick before, "hold" takes that frame again, "skip" takes none,
       and "mark" takes it again and lists gaps and irregular times in `Video.events` (`media.Event`).
-    - `frames`: of the N there are, number `i * N // frames`, as `transformers.video_utils.load_video` does.
+    - `frames`: of the N there are, number `i * N // frames`, as `transformers.video_utils.load_video` does. A rule gives it
+      of N and the mean rate; of a source that does not tell N, `fps`, no faster than it has, and `max_frames` stand in.
     - `start`, `stop`: seconds from the start of the video, `stop` left out.
     - `max_frames`: at most so many: the rate is lowered, the span stays whole. Where the source does not tell
       its length and can be read but once, every second frame is let go whenever there are too many.
@@ -67,9 +71,9 @@ def read(
     `VideoWarning` when some of the asked frames could not be, says how many, and whether the source is damaged, stalled
     (an address or a pipe sent nothing for `timeout`) or broke off.
     """
-    if fps is not None and frames is not None:
+    if fps is not None and isinstance(frames, int):
         raise VideoError("fps and frames exclude each other: give one of them.")
-    counts = {"frames": frames, "max_frames": max_frames, "max_side": max_side}
+    counts = {"frames": None if callable(frames) else frames, "max_frames": max_frames, "max_side": max_side}
     check_arguments(fps, gaps, size, timeout, start, stop, **counts)
     with Source(path, options=options, timeout=timeout) as source:
         if fps is not None and not faster and fps > max(FASTEST, 1.001 * source.rate):
@@ -79,6 +83,11 @@ def read(
                 f"{source.name}; give no more.",
             )
         picture = Picture(size, max_side)
+        if callable(frames):
+            if source.count or (source.local and source.index()):
+                fps, max_frames = None, None
+            else:
+                frames, fps = None, None if fps is None or fps >= source.rate > 0 else fps
         if fps is not None:
             plan = _by_rate(source, fps, start or 0.0, stop, max_frames, gaps)
         elif frames is None and max_frames is None:
@@ -182,7 +191,9 @@ def unless_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
             yield item
 
 
-def _by_number(source: Source, count: int | None, start: float, stop: float | None, most: int | None) -> Plan:
+def _by_number(
+    source: Source, count: int | Rule | None, start: float, stop: float | None, most: int | None
+) -> Plan:
     times = source.index() if source.local else None
     if count is None and times is None and (not source.count or start > 0 or stop is not None):
         return replace(_all(source, start, stop), most=most)
@@ -219,6 +230,8 @@ def _by_number(source: Source, count: int | None, start: float, stop: float | No
             Field("frames"),
             ".",
         )
+    if callable(count):
+        count = count(total, source.rate)
     if count is not None and count > total:
         raise VideoError(
             Field("frames", value=count), f" is more than the {total} frames of {source.name}: ask for fewer."
@@ -318,6 +331,21 @@ def _check_memory(source: Source, picture: Picture, total: int | None) -> None:
             Field("fps", "frames", "max_frames", "size"),
             ".",
         )
+
+
+def facts(path: str | os.PathLike[str]) -> tuple[int, float, int, int]:
+    """Of a video its frames (0 unknown), their mean rate a second (0.0 unknown), height and width; nothing is decoded."""
+    with Source(path) as source:
+        count = source.count or len((source.local and source.index()) or ())
+        return count, source.rate, source.height, source.width
+
+
+def comment(path: str | os.PathLike[str]) -> str:
+    """The comment in the metadata of a file that can be read twice; "" where there is none."""
+    if not os.path.isfile(path):
+        return ""
+    with Source(path) as source:
+        return source.comment
 
 
 def free_memory() -> int | None:

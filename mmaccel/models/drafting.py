@@ -90,8 +90,8 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
         attachment.owner.attention.meter.note("kv: past_key_values is None: the memory ends with its call")
     if len(rows) > 1 and cache is not None:
         cache = None
-        message = "past_key_values is None: under a draft each sequence of a batch has its own cache"
-        attachment.owner.attention.meter.note(f"draft: {message}")
+        message = "past_key_values is None: each sequence of this batch has a cache of its own"
+        attachment.owner.attention.meter.note(message)
         warn(f"{message}; set use_cache=False, or give prompts one by one.")
     return GenerateDecoderOnlyOutput(
         sequences=ids,  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ class _Sequence:
     """One prompt of the call: read by the target and told to its draft; `decoding` goes on from there.
 
     given    [1, S], the prompt as it came, padding and all, of which `read` tokens were run
-    rows     the logits [m, V] of each round's tokens, where they were asked for
+    rows     the logits [1, V] of each token, where they were asked for
     options  the generation config as transformers prepared it
     """
 
@@ -227,9 +227,11 @@ class _Sequence:
             past=past,
             left=turn.take(),
             lasts=self._lasts,
+            deadline=getattr(attachment.running, "deadline", None),
         )
         scored = options.return_dict_in_generate and (options.output_scores or options.output_logits)
         self.rows: list[Tensor] | None = [] if scored else None
+        self._scores: list[Tensor] = []
         self.meter = owner.attention.meter.sequence()
         careful = self._careful = CarefulDraft(self.meter, lasts=self._lasts)
         meter, streamer = self.meter, self._streamer
@@ -267,13 +269,14 @@ class _Sequence:
                 listener.close()
             if isinstance(self.runner, PromptRunner):
                 stopping_criteria.append(self.runner.ends(self.read))
-            self.draft = careful.state
             self.decoding = Speculation(
                 self.runner,
                 careful,
                 prompt,
                 first,
-                stop=lambda ids: bool(of_one("stopping_criteria", stopping_criteria(ids, None)).all()),
+                stop=lambda ids: bool(
+                    of_one("stopping_criteria", stopping_criteria(ids, self._scored(ids))).all()
+                ),
                 emit=emit,
                 meter=self.meter,
                 rows=self.rows,
@@ -298,15 +301,6 @@ class _Sequence:
         self.decoding.close()
         self._leave()
         self.runner.settle()
-        try:
-            if self.draft is not None:
-                self.meter.counters, self.meter.notes = self.draft.counters(), list(self.draft.notes())
-        except Exception as error:
-            message = (
-                f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
-            )
-            self.meter.whole.note(f"draft: {message}")
-            warn(f"the draft failed after the answer: {message}.")
         if isinstance(self.runner, PromptRunner):
             self.meter.kv = self.runner.counters
         elif (state := getattr(self.cache, "state", None)) is not None:
@@ -318,10 +312,17 @@ class _Sequence:
         """[n, V] float32: the target's logits of each token generated."""
         return torch.cat(self.rows or [])
 
+    def _scored(self, ids: Tensor) -> tuple[Tensor, ...] | None:
+        """The scores [1, V] of all tokens up to the last of `ids`, the next one asked about; None: not asked for."""
+        if self.rows is None or not self.options.output_scores:
+            return None
+        n = len(self._scores)
+        self._scores.append(self.processors(ids[:, : self.read + n], self.rows[n]))
+        return tuple(self._scores)
+
     def scores(self) -> Tensor:
         """[n, V] float32: these logits, processed and warped."""
-        ids, rows = self.decoding.ids, self.logits().split(1)
-        return torch.cat([self.processors(ids[:, : self.read + n], row) for n, row in enumerate(rows)])
+        return torch.cat(self._scores or [])
 
 
 def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:

@@ -170,7 +170,8 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         attachment.promise(kwargs, held)
     try:
         rests = draft and not streams and _draft_rests(attachment, kwargs)
-        if streams or (draft and not rests) or _captures(attachment, kwargs):
+        ours = streams or (draft and not rests) or _captures(attachment, kwargs)
+        if ours or _in_turns(attachment, kwargs):
             from mmaccel.models import drafting
 
             lasts = caches and (given or bool(attachment.asked("return_dict_in_generate", kwargs)))
@@ -231,6 +232,18 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
         times.warned = True
         warn(f"draft {owner.recipe.draft.name!r}: {message}; set in_batches to 'always' to have it draft.")
     return True
+
+
+def _in_turns(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call that does not draft decodes its sequences each by itself, in our loop: a pruned prompt is one sequence,
+    and in a memory that lets columns go padding would take the place of tokens."""
+    recipe, cache, mask = attachment.owner.recipe, kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    begun = cache is not None and (not isinstance(cache, KVCache) or cache.get_seq_length() > 0)
+    if begun or _sequences(attachment, kwargs) == 1:
+        return False
+    padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
+    apart = recipe.prune is not None or (padded and not recipe.kv.exact)
+    return apart and not any(wants(attachment, name, kwargs) for name in DRAFT)
 
 
 def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:

@@ -289,7 +289,7 @@ class Attachment(Attaching):
             probes=note.probes,
         )
         if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
-            self.owner.attention.meter.enter(int(new.valid.sum()), start)
+            self.owner.attention.meter.enter(int(new.valid.sum()), start, new.video())
         if self.states and mask is not None:
             kwargs["attention_mask"] = mask
         if packed is not None:

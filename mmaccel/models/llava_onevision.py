@@ -15,7 +15,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Features
-from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, Made, ProcessorStyle
+from mmaccel.models.prompt_layout import PIXELS, Budget, Grid, Inputs, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received
 from mmaccel.models.tiny import IMG, TEXT, VID
 
@@ -139,6 +139,7 @@ class LlavaOnevision(Family):
     needed: ClassVar[Mapping[str, str]] = {"pixel_values": "image_sizes"}
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {
         "llava_onevision": ProcessorStyle(
+            budget=Budget(fps=None, most=32),  # as in LLaVA-OneVision (arXiv 2408.03326), section 3.2
             processor="LlavaOnevisionProcessor",
             image="LlavaOnevisionImageProcessor",
             video="LlavaOnevisionVideoProcessor",

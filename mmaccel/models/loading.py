@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ UNREACHED = frozenset(
     {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
 )
 """Errors of the hub's client, and of what it sends by, that say nothing of the name."""
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
+"""Words of a device map that name no device."""
 UNKNOWN = frozenset({"RepositoryNotFoundError", "HFValidationError"})
 
 
@@ -71,12 +74,21 @@ def there(device: torch.device | str, field: str = "device") -> torch.device:
 def load_model(
     name: str | Path,
     dtype: torch.dtype | str = "auto",
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     devices: Sequence[torch.device | str] | None = None,
+    *,
+    device_map: Any = None,
+    revision: str | None = None,
+    quantization_config: Any = None,
+    attn_implementation: Any = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
-    """An unmodified transformers model in evaluation mode. Raises `ModelError` when the folder holds none.
+    """An unmodified transformers model in evaluation mode, on `device` (the CPU). Raises `ModelError` when there is none,
+    and, for a model type of no family, before any weight is read.
 
-    With `devices` its layers are spread over these, in order, and all else is on the first. The model is read into host
+    The keywords are those of `from_pretrained`, and go there. Weights go straight to `device`, or to where `device_map` says
+    ("auto", a device, or modules by name); both need the package accelerate, without which they pass through host memory.
+    With `devices` the layers are spread over these, in order, and all else is on the first; the model is read into host
     memory before.
     """
     from transformers import AutoModelForImageTextToText
@@ -84,8 +96,13 @@ def load_model(
     if isinstance(devices, str):
         one = shown(devices)
         raise ModelError(f"devices: {one} is a single device; give a list, or device={one}.")
-    first = there(device)
+    if sum(given is not None for given in (device, devices, device_map)) > 1:
+        raise ModelError("device, devices and device_map exclude each other; give one of them.")
+    first = there("cpu" if device is None else device)
     places = None if devices is None else [there(one, "devices") for one in devices]
+    for one in device_map.values() if isinstance(device_map, Mapping) else (device_map,):
+        if one is not None and one not in MAPS:
+            there(torch.device("cuda", one) if isinstance(one, int) else one, "device_map")
     named = isinstance(dtype, str) and dtype != "auto"
     if named and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise UnknownName("dtype", str(dtype), ("auto", "bfloat16", "float16", "float32"))
@@ -93,20 +110,32 @@ def load_model(
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
-    model = _read(AutoModelForImageTextToText, source, dtype)
+    family_of(_type(source, revision))
+    if device_map is None and first.type != "cpu" and find_spec("accelerate") is not None:
+        device_map = first
+    how = {
+        "device_map": device_map,
+        "revision": revision,
+        "quantization_config": quantization_config,
+        "attn_implementation": attn_implementation,
+    }
+    given = {name: value for name, value in how.items() if value is not None}
+    model = _read(AutoModelForImageTextToText, source, dtype, trust_remote_code=trust_remote_code, **given)
     if places is not None:
         spread_layers(model, places)
-    else:
+    elif device_map is None and quantization_config is None:
         model.to(first)
     return model.eval()  # type: ignore[no-any-return]
 
 
-def _read(kind: Any, source: str, dtype: torch.dtype | str) -> Any:
+def _read(
+    kind: Any, source: str, dtype: torch.dtype | str, *, trust_remote_code: bool = False, **given: Any
+) -> Any:
     """The model that a class of transformers' makes of `source`; raises `ModelError`."""
     from safetensors import SafetensorError
 
     try:
-        return kind.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+        return kind.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code, **given)
     except (OSError, ValueError, SafetensorError) as error:
         known = ", ".join(shipped.NAMES)
         raise ModelError(
@@ -116,11 +145,15 @@ def _read(kind: Any, source: str, dtype: torch.dtype | str) -> Any:
         ) from error
     except (ImportError, RuntimeError) as error:
         # transformers could not import a torchvision, which is made for one torch alone.
-        if not any("torchvision" in str(cause) for cause in causes(error)):
+        if any("torchvision" in str(cause) for cause in causes(error)):
+            raise ModelError(
+                f"torchvision: the installed one does not work with torch {torch.__version__}; install the one made for it, "
+                "or uninstall it, since mmaccel does not need it."
+            ) from error
+        if not isinstance(error, ImportError):
             raise
         raise ModelError(
-            f"torchvision: the installed one does not work with torch {torch.__version__}; install the one made for it, or "
-            "uninstall it, since mmaccel does not need it."
+            f"model {source!r} needs a package that is not installed here ({reason_of(error)})."
         ) from error
 
 
@@ -149,8 +182,8 @@ def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
     return _read(AutoModelForCausalLM, source, first.dtype).to(first.device).eval()  # type: ignore[no-any-return]
 
 
-def _type(source: str) -> str:
-    return str(config_of(folder_of(source)).get("model_type"))
+def _type(source: str, revision: str | None = None) -> str:
+    return str(config_of(folder_of(source, revision)).get("model_type"))
 
 
 def _config(source: str) -> Any:
@@ -283,7 +316,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def folder_of(name: str | os.PathLike[str]) -> Path:
+def folder_of(name: str | os.PathLike[str], revision: str | None = None) -> Path:
     """A folder as it is; of a model on the hub that with its small files, which are fetched. Raises `ModelError`."""
     text = os.fspath(name)
     if Path(text).is_dir():
@@ -293,7 +326,8 @@ def folder_of(name: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(text, allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"]))
+        small = ["*.json", "*.txt", "*.jinja", "*.model"]
+        return Path(snapshot_download(text, revision=revision, allow_patterns=small))
     except Exception as error:
         unfetched = f"model {text!r} cannot be fetched from the hub ({reason_of(error)})."
         raise ModelError(absent(text, error) or unfetched) from error

@@ -178,18 +178,14 @@ def _wants_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def in_parts(family: Any, model: nn.Module) -> AbstractContextManager[None]:
+def in_parts(family: Any, model: nn.Module, fewer: bool = True) -> AbstractContextManager[None]:
     """While inside, the model's tower runs as `by_parts` lets it."""
-    return shared_hooks(family.multimodal(model), "in_parts", lambda hooks: by_parts(hooks, family, model))
+    install = functools.partial(by_parts, family=family, model=model, fewer=fewer)
+    return shared_hooks(family.multimodal(model), f"in_parts {fewer}", install)
 
 
-def in_batches(family: Any, model: nn.Module) -> AbstractContextManager[None]:
-    """While inside, the windows of one length go through the model's vision tower in one call."""
-    return shared_hooks(family.multimodal(model), "in_batches", lambda hooks: by_length(hooks, family, model))
-
-
-def by_parts(hooks: Hooks, family: Any, model: nn.Module) -> None:
-    """Let the model's tower see at most `PATCHES` patches a call, windows of one length at once, and run in fewer kernels.
+def by_parts(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True) -> None:
+    """Let the model's tower see at most `PATCHES` patches a call, windows of one length at once, and run in `fewer` kernels.
     A tower that does so already is left as it is."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
@@ -200,7 +196,8 @@ def by_parts(hooks: Hooks, family: Any, model: nn.Module) -> None:
             ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined)
             ours.by_parts = True  # type: ignore[attr-defined]
     by_length(hooks, family, model)
-    fewer_kernels(hooks, family, model)
+    if fewer:
+        fewer_kernels(hooks, family, model)
 
 
 def _encode(

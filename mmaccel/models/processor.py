@@ -25,6 +25,7 @@ from mmaccel.media.preprocess import Pixels, as_frames, as_image
 from mmaccel.models.chat import Written, conversations, ids_of, image_rows, video_list, written
 from mmaccel.models.loading import config_of, folder_of, read_json
 from mmaccel.models.prompt_layout import ProcessorStyle
+from mmaccel.models.taking import most_frames, take
 
 
 class Processor:
@@ -33,6 +34,9 @@ class Processor:
     `processor(text, videos=...)` takes text with placeholders, `processor.chat(content)` writes them itself.
     Build it with `from_pretrained`, or from parts to write a folder with `save_pretrained`.
     """
+
+    tiny: str | None = None
+    """The name of the tiny model that this is of, until it has said what it knows."""
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class Processor:
         False takes them as text, so that nobody who only asks a question can end a turn or begin another.
         """
         self.model_type, self.style, self.tokenizer = model_type, _style_of(model_type), tokenizer
+        self.own_video_settings = video is not None
         config = dict(config or {})
         (cuts, implied), video = _implied(config), video if video is not None else image
         self.image = Pixels(**self.style.image_settings).updated(cuts).updated(image or {})
@@ -93,7 +98,7 @@ class Processor:
             model_type,
             _tokenizer(place),
             image=image,
-            video=video or image,
+            video=video,
             extra={key: x for key, x in whole.items() if key not in ("processor_class", "auto_map")},
             config=config,
             chat_template=template,
@@ -124,7 +129,8 @@ class Processor:
         fps: float | Sequence[float | None] | None = None,
         padding_side: str = "left",
         *,
-        frames: int | None = None,
+        frames: int | str | None = None,
+        model: Any = None,
         add_special_tokens: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -134,9 +140,9 @@ class Processor:
         `text` holds one placeholder for each image and video, in order. `images` and `videos` are one or a
         list, or a list for each text (for LLaVA several images of one text are then not cut into tiles). A
         video is a path, a `media.Video`, frames `[T, 3, H, W]` or a list of images. `fps`, one number or one
-        a video, is the rate to sample a path at, and the rate of bare frames. Without it a path gives the
-        rate and at most the frames that the folder's files name, else every frame. `frames` takes so many of
-        each video, evenly spaced.
+        a video, is the rate to sample a path at, and the rate of bare frames. `frames` takes so many of each
+        video, evenly spaced; with "auto" as many of a path as `model` has room for, and a warning says how many.
+        Without either, a path gives what the folder's files name, else what the model's own users take (`Budget`).
 
         `input_ids` and `attention_mask` are `[B, S]`, padded on `padding_side`. Pixels are made on `device`
         in `dtype`, and all tensors lie there.
@@ -146,23 +152,39 @@ class Processor:
         texts = [check_text(one, "text") for one in ([text] if isinstance(text, str) else text)]
         if not texts:
             raise ModelError("text is an empty list: give at least one text.")
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        if padding_side not in ("left", "right"):
+            raise ModelError(f"padding_side={padding_side!r} must be 'left' or 'right'.")
+        pictures = [[as_image(image) for image in row] for row in image_rows(images)]
+        shown, rates = self._read(video_list(videos), fps, frames, model)
+        self._match(texts, {"image": sum(map(len, pictures)), "video": len(shown)})
+        where = {"device": device, "dtype": dtype}
+        made = self._inputs(texts, pictures, shown, rates, padding_side, add_special_tokens, where)
+        return {name: value.to(device) for name, value in made.items()} if device is not None else made
+
+    def _inputs(
+        self,
+        texts: list[str],
+        pictures: list[list[Tensor]],
+        videos: list[Tensor],
+        rates: list[float | None],
+        side: str,
+        special: bool,
+        where: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        """The inputs, of images [3, H, W] of each text and of videos [T, 3, H, W] at `rates`; see the call."""
         result: dict[str, Any] = {}
-        counts: dict[int, list[int]] = {self.image_token_id: [], self.video_token_id: []}
-        if batch := [[as_image(image) for image in row] for row in image_rows(images)]:
-            made, counts[self.image_token_id] = self.style.images(self.image, self.extra, batch, where)
+        counts: dict[int, list[int]] = {}
+        if pictures:
+            made, counts[self.image_token_id] = self.style.images(self.image, self.extra, pictures, where)
             result.update(made)
-        if flat := video_list(videos):
-            shown, rates = self._read(flat, fps, frames)
-            made, counts[self.video_token_id] = self.style.videos(self.video, self.extra, shown, where)
+        if videos:
+            made, counts[self.video_token_id] = self.style.videos(self.video, self.extra, videos, where)
             result.update(made)
             if self.style.seconds:
                 # Without a rate the stock processor takes 24 frames a second.
                 step = self.video.temporal_patch_size or 1
                 result["second_per_grid_ts"] = torch.tensor([step / (rate or 24) for rate in rates])
-        rows = self._expand(texts, counts, add_special_tokens)
-        result = {**self._pad(rows, padding_side), **result}
-        return {name: value.to(device) for name, value in result.items()} if device is not None else result
+        return {**self._pad(self._expand(texts, counts, special), side), **result}
 
     def pixels(
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
@@ -248,7 +270,7 @@ class Processor:
         return token, number
 
     def _read(
-        self, videos: list[Any], fps: Any, frames: int | None
+        self, videos: list[Any], fps: Any, frames: int | str | None, model: Any
     ) -> tuple[list[Tensor], list[float | None]]:
         rates = list(fps) if isinstance(fps, (list, tuple)) else [fps] * len(videos)
         if len(rates) != len(videos):
@@ -260,18 +282,37 @@ class Processor:
                 raise ModelError(
                     f"fps: {rate!r}; give a positive number of frames a second, or leave it out."
                 )
-        if frames is not None and (not isinstance(frames, Integral) or int(frames) < 1):
+        if frames is not None and frames != "auto" and (not isinstance(frames, Integral) or int(frames) < 1):
             raise ModelError(
-                f"frames: {frames!r}; give the number of frames to take of each video, at least 1."
+                f"frames: {frames!r}; give the number of frames to take of each video, at least 1, or 'auto'."
             )
-        count = None if frames is None else int(frames)
-        pairs = [
-            as_frames(video, self.video.fps, self.video.max_frames)
-            if rate is None and count is None and isinstance(video, str | os.PathLike)
-            else as_frames(video, rate, frames=count)
-            for video, rate in zip(videos, rates, strict=True)
-        ]
+        if frames == "auto" and model is None:
+            raise ModelError("frames: 'auto' takes what a model has room for; give it as model=.")
+        pairs = [self._frames(*one, frames, model) for one in zip(videos, rates, strict=True)]
         return [shown for shown, _ in pairs], [rate for _, rate in pairs]
+
+    def _frames(self, video: Any, rate: float | None, frames: Any, model: Any) -> tuple[Tensor, float | None]:
+        if not isinstance(video, str | os.PathLike):
+            return as_frames(video, rate, frames=None if frames == "auto" else frames)
+        if frames == "auto":
+            frames, told = most_frames(self, model, video)
+            warn(f"{told}.")
+        taken = take(self, video, fps=rate, frames=frames)
+        return taken.frames, taken.fps
+
+    def _match(self, texts: list[str], given: Mapping[str, int]) -> None:
+        """Raise `ModelError` where the placeholders are not as many as the visuals `given` of each kind."""
+        for kind, token in (("image", self.image_token), ("video", self.video_token)):
+            asked = sum(text.count(token) for text in texts)
+            if asked and not given[kind]:
+                # As transformers has it.
+                warn(
+                    f"the text has {asked} placeholders {token!r} and no {kind} is given: each is read as a word."
+                )
+            elif asked != given[kind]:
+                raise ModelError(
+                    f"the text has {asked} placeholders {token!r} for {given[kind]} {kind}s: write one for each."
+                )
 
     def _expand(self, texts: list[str], counts: dict[int, list[int]], special: bool) -> list[Tensor]:
         """Token ids of each text, each placeholder repeated as often as its visual has tokens.
@@ -286,31 +327,17 @@ class Processor:
         empty = next((number for number, row in enumerate(rows, 1) if not len(row)), None)
         if empty is not None:
             raise ModelError(f"text: number {empty} of {len(rows)} is empty; write a word, or leave it out.")
-        for kind, token, number in (
-            ("image", self.image_token, self.image_token_id),
-            ("video", self.video_token, self.video_token_id),
+        for token, number in (
+            (self.image_token, self.image_token_id),
+            (self.video_token, self.video_token_id),
         ):
-            asked, given = sum(text.count(token) for text in texts), len(counts[number])
-            if given == 0:
-                del counts[number]
-                if asked:
-                    # As transformers has it.
-                    warn(
-                        f"the text has {asked} placeholders {token!r} and no {kind} is given: each is read as a word."
-                    )
-            elif asked != given:
-                raise ModelError(
-                    f"the text has {asked} placeholders {token!r} for {given} {kind}s: write one for each."
-                )
-            if asked != sum(int((row == number).sum()) for row in rows):
+            if sum(text.count(token) for text in texts) != sum(int((row == number).sum()) for row in rows):
                 raise ModelError(f"the tokenizer splits {token!r}: add it as a special token.")
         left = {number: iter(values) for number, values in counts.items()}
         times = [[next(left[number]) if number in left else 1 for number in row.tolist()] for row in rows]
         return [row.repeat_interleave(torch.tensor(each)) for row, each in zip(rows, times, strict=True)]
 
     def _pad(self, rows: list[Tensor], side: str) -> dict[str, Tensor]:
-        if side not in ("left", "right"):
-            raise ModelError(f"padding_side={side!r} must be 'left' or 'right'.")
         pad = self.tokenizer.pad_token_id
         if pad is None and len({len(row) for row in rows}) > 1:
             raise ModelError(
@@ -353,11 +380,17 @@ def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return cuts, extra
 
 
-def _style_of(model_type: str) -> ProcessorStyle:
-    """The style of a model type; raises `ModelError` where no family has one."""
+def styles() -> dict[str, ProcessorStyle]:
+    """Model type -> the style that a family states for it."""
     known: dict[str, ProcessorStyle] = {}
     for family in registry("model").values():
         known.update(getattr(family, "processors", {}))
+    return known
+
+
+def _style_of(model_type: str) -> ProcessorStyle:
+    """The style of a model type; raises `ModelError` where no family has one."""
+    known = styles()
     if model_type not in known:
         raise ModelError(
             f"model type {errors.shown(model_type)} is not supported: there are {', '.join(sorted(known))}."

@@ -61,6 +61,44 @@ Made = tuple[dict[str, Any], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a model's own users give it of a video file, unless they ask for something else.
+
+    fps          frames a second, and never a frame twice; None: `most` evenly spaced ones, however long the video is
+    least, most  frames at that rate, where the video has so many
+    multiple     the number is a multiple of this
+    factor       both sides of a frame are multiples of this, and it has from `pixels[0]` to `pixels[1]` pixels, but no more
+                 than leaves `total` to the video, of which `multiple` frames are one; None: as the processor has it
+    """
+
+    fps: float | None = 2.0
+    least: int = 1
+    most: int = 4096
+    multiple: int = 1
+    factor: int | None = None
+    pixels: tuple[int, int] = (0, 0)
+    total: int = 0
+
+    def count(self, frames: int, rate: float) -> int:
+        """How many of `frames` frames, at `rate` a second on average (0: unknown), are taken."""
+        whole = min(self.most, frames) // self.multiple * self.multiple
+        if self.fps is None or not rate:
+            return max(whole, 1)
+        wanted = min(max(frames / rate * self.fps, self.least), whole, frames)
+        return max(int(wanted // self.multiple * self.multiple), 1)
+
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int] | None:
+        """(height, width) of `frames` frames that are `height` x `width` in the file; None: as they are."""
+        from mmaccel.media.preprocess import smart_resize
+
+        if self.factor is None:
+            return None
+        least, most = self.pixels
+        share = int(self.total / frames * self.multiple)
+        return smart_resize(height, width, self.factor, least, max(min(most, share), int(least * 1.05)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessorStyle:
     """How the processor of one model type makes inputs.
 
@@ -73,6 +111,7 @@ class ProcessorStyle:
     video_settings               of the stock video class
     type_ids                     whether the model takes `mm_token_type_ids`
     seconds                      whether it takes `second_per_grid_ts`, the seconds of a step of each video
+    budget                       what is taken of a video file where nothing is asked for
     """
 
     processor: str
@@ -86,6 +125,7 @@ class ProcessorStyle:
     video_settings: Mapping[str, Any] = field(default_factory=dict)
     type_ids: bool = False
     seconds: bool = False
+    budget: Budget = Budget()
 
 
 def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

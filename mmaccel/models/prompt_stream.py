@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +83,9 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         text = (layout.modality[0, self._tail :] == TEXT).tolist()
         words = last_words(tail.tolist(), text, *markup_ids(self.model), int(ids[0, 0]))
         seen = int(visual[-1]) + 1 if self._visual else 0
-        self._question = Question(tail, words, self._rest[self._head :], seen)
+        own = layout.take(slice(self._tail, None)).to(self.device)
+        own = replace(own, position=torch.arange(own.length, device=own.device)[None])
+        self._question = Question(tail, words, self._rest[self._head :], seen, own)
 
     @property
     def _few(self) -> StreamSteps:  # type: ignore[override]
@@ -237,13 +240,12 @@ class PromptRunner(Runner):
                 self._question = self._open.enter_context(asked)
                 if isinstance(live.around, Listening) and (heard := live.around.heard()) is not None:
                     for probe in probes:
-                        if isinstance(probe, Listener) and probe.heard:
+                        if isinstance(probe, Listener) and (probe.heard or probe.hidden):
                             probe.told(prompt.paid(heard))
             except BaseException:
                 self.settle()
                 raise
-            for note in self._question.meter.notes:
-                owner.attention.meter.note(note)
+            owner.attention.meter.planned(self._question.meter)
             return self._question.logits
 
     def _home(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class Pruning:
     def forward(self, run: ForwardPass, kwargs: dict[str, Any], go: Go) -> Any:
         """The text model's pass over new columns, pruned; `go` runs it as it is."""
         state = run.state
+        if state is not None and state.follows and run.start:
+            return go(run, kwargs)
         if not isinstance(state, PrunedKVState):
             raise ModelError(
                 f"past_key_values: prune {self.pruner.name!r} keeps a cache of its own; leave past_key_values and kv out."

@@ -16,7 +16,7 @@ from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
 from mmaccel.models.modules import rotated
-from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, Made, ProcessorStyle
+from mmaccel.models.prompt_layout import PIXELS, Budget, Grid, Inputs, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
@@ -50,6 +50,15 @@ _PROCESSOR: dict[str, Any] = {
         **_PATCHES,
     },
     "type_ids": True,
+    # As qwen_vl_utils (0.0.14) has it, which the model's card names.
+    "budget": Budget(
+        least=4,
+        most=768,
+        multiple=2,
+        factor=28,
+        pixels=(128 * 28 * 28, 768 * 28 * 28),
+        total=int(0.9 * 128000 * 28 * 28),
+    ),
 }
 
 

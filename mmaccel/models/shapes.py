@@ -64,6 +64,14 @@ def config(name: str, layers: int | None = None, vision_layers: int | None = Non
     return AutoConfig.for_model(shape.family, text_config=text | tied, vision_config=vision, **others, **tied)
 
 
+def frame(name: str, height: int, width: int) -> tuple[int, int]:
+    """Patches and tokens of a unit of frames of (height, width) in a shape: of a frame, or of two (Qwen2.5-VL)."""
+    if SHAPES[name].family == "llava_onevision":  # resized to 384 x 384, pooled two by two
+        return 27 * 27, 14 * 14
+    tokens = max(1, round(height / 28)) * max(1, round(width / 28))
+    return 4 * tokens, tokens
+
+
 def build(
     name: str,
     layers: int | None = None,

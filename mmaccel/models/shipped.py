@@ -10,6 +10,8 @@ from mmaccel.core.errors import ModelError
 NAMES: tuple[str, ...] = ("tiny-ov", "tiny-ov-draft", "tiny-qwen", "tiny-qwen-draft")
 CAPTION_REQUEST = "describe the video ."
 """What a tiny model answers with a caption."""
+WORLD = "mmaccel world"
+"""The comment in the metadata of a file that `mmaccel-lab world` wrote: a tiny model knows nothing of others."""
 LAB = "mmaccel_lab"
 INSTALL = "`pip install mmaccel-lab`, or `make install` in a checkout"
 """How a user gets mmaccel-lab."""

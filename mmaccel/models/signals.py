@@ -109,7 +109,7 @@ class Listener(Probe):
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
         self.states: dict[int, Tensor] = dict(heard or {})
         """What entered each layer that is read, [n, E] of the columns that it holds."""
-        self._lasts = lasts
+        self._lasts, self._scored = lasts, False
         self.heard = {index: 0 for group in self.stage.attention for index in group}
         groups = len(self.stage.attention)
         self.attention = torch.zeros(groups, self.asked.numel(), layout.length, device=layout.device)
@@ -157,9 +157,11 @@ class Listener(Probe):
         return [states, hidden.new_zeros(start - len(states), hidden.shape[-1])]
 
     def told(self, attention: Tensor) -> None:
-        """Attention [k, 1, S] that was heard elsewhere, of a prompt whose layers were not: its video went into a memory."""
+        """Attention [k, 1, S] that was heard elsewhere, of a prompt whose video went into a memory; of a pruner that reads
+        states its score, [1, 1, S]."""
         with self._failing():
             self.attention, self.heard = attention, dict.fromkeys(self.heard, self.layout.length)
+            self._scored, self.hidden = bool(self.hidden), {}
             self._tell_when_ready()
 
     def _note(self, run: PrefillPass, layer: int) -> None:
@@ -207,6 +209,8 @@ class Listener(Probe):
         if self.hidden:
             self.states = {index: torch.cat(pieces) for index, pieces in self.hidden.items()}
             signals["hidden"] = torch.stack([self._states(index, left) for index in self.stage.hidden])
+        if self._scored:
+            signals["score"] = self.attention[0, 0]
         if self.heard:
             signals["attention"] = self.attention if left is None else self.attention[..., left]
         self.hidden, self.states = {}, self.states if self._lasts else {}

@@ -28,13 +28,16 @@ from mmaccel.core.prefill.attention import PASS, AttentionConfig, ForwardPass
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.install import Hooks, gate_of
-from mmaccel.models.modules import in_batches, in_chunks, rotate_by
+from mmaccel.models.modules import in_chunks, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import left_of, thinned
 from mmaccel.models.signals import VisionProbe
+from mmaccel.models.stock import wrapped
+from mmaccel.models.taking import tell_of_world
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -55,15 +58,11 @@ class StreamPasses:
     left_out: int | None = None
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
-        places = {str(p.device) for p in family.text(model).parameters()}
-        if len(places) > 1:
-            raise ModelError(
-                f"the model's layers lie on {', '.join(sorted(places))}; a stream needs them on one device."
-            )
         self.model, self.family, self._attachment = model, family, attachment
         self.view = ModelView(model, family, adapter_for)
         self.frames_a_step = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
+        self.layer_devices = [home_of(layer) for layer in family.layers(model)]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         self.attention = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
         if not recipe.sparse.dense:
@@ -79,7 +78,7 @@ class StreamPasses:
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
         """Of a video's `inputs`, `units` steps of `unit` tokens: features [n, P, E] of the units of a stream, which are
         these or what the recipe's pruner leaves of each group of them, and [m, E] of the marks behind them."""
-        with self._busy(), in_batches(self.family, self.model), Hooks() as hooks:
+        with self._busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
             listens = self.thins is not None and self.thins.needs & {"vision_attention", "vision_key"}
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             rows = self.family.frames(self.model, inputs)
@@ -123,13 +122,17 @@ class StreamPasses:
         few: bool = False,
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
+        meter: Meter | None = None,
+        ears: Mapping[int, Callable[[Tensor], None]] | None = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
+        # The last rows of a question are a prompt's last; no row of a unit is.
+        rest = 0 if few else self.attention.recipe.dense_tail
         run = ForwardPass(
-            self.attention, state=state, prefill=False, stream=True, check=check, branches=branches
+            self.attention, False, rest, branches, state=state, stream=True, check=check, meter=meter
         )
         # Captured steps have chains alone.
-        captured = few and branches is None and embeds.device.type in step.DEVICES
+        captured = few and branches is None and not ears and embeds.device.type in step.DEVICES
         steps = self._few if captured else None
         if steps is not None and steps.serves(embeds):
             with self._busy():
@@ -140,7 +143,7 @@ class StreamPasses:
             places = places.expand(3, 1, -1)
         # What is attached wraps the forward of the text model, which prompts of other memories go through.
         forward = self.text if self._attachment is None else self._attachment.forward
-        with self._busy(), self._hooked(state, hidden), cache.at_work():
+        with self._busy(), self._hooked(state, hidden, ears or {}), cache.at_work():
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=places,
@@ -164,8 +167,11 @@ class StreamPasses:
                 yield
 
     @contextmanager
-    def _hooked(self, state: StreamState, hidden: bool) -> Iterator[None]:
-        """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to.
+    def _hooked(
+        self, state: StreamState, hidden: bool, ears: Mapping[int, Callable[[Tensor], None]]
+    ) -> Iterator[None]:
+        """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to, and
+        `ears` hear what enters theirs.
 
         The model is nobody's: what another thread calls meanwhile computes what it does without us.
         """
@@ -184,6 +190,16 @@ class StreamPasses:
             if threading.get_ident() == thread:
                 state.ahead(number, args[0] if args else kwargs["hidden_states"])
 
+        def entering(
+            ear: Callable[[Tensor], None], module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+        ) -> None:
+            if threading.get_ident() == thread:
+                ear(args[0] if args else kwargs["hidden_states"])
+
+        def leaving(ear: Callable[[Tensor], None], module: nn.Module, args: Any, out: Any) -> None:
+            if threading.get_ident() == thread:
+                ear(out if isinstance(out, Tensor) else out[0])
+
         layers: list[Any] = list(self.family.layers(self.model))
         inside, shared = self.family.attentions(self.model), self.text.config
         with Hooks() as hooks:
@@ -195,6 +211,11 @@ class StreamPasses:
                 hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared})
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))
+            for number, ear in ears.items():
+                if number < len(layers):
+                    hooks.before(layers[number], functools.partial(entering, ear))
+                else:
+                    hooks.after(layers[-1], functools.partial(leaving, ear))
             yield
 
 
@@ -204,10 +225,10 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
         if why := family.unable.get("streams"):
             raise ModelError(f"models of the family {family.name!r} {why}; ask by generate.")
-        if not callable(getattr(processor, "template_ids", None)):
-            raise ModelError(
-                "processor: a session needs the processor that mmaccel.load_processor gives for the model's folder."
-            )
+        from mmaccel.models.processor import Processor
+
+        if not isinstance(processor, Processor):
+            processor = wrapped(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."
@@ -231,6 +252,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
             for one in video:
                 yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
         elif isinstance(video, str | os.PathLike):
+            tell_of_world(self.processor, video)
             rate = READ_FPS if fps is None else fps
             read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
             with closing(read):

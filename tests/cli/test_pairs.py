@@ -23,8 +23,9 @@ def test_the_page_is_what_recipes_say(call: Callable[..., tuple[int, str, str]])
 
 
 def test_a_cell_is_yes_or_the_reason_without_names() -> None:
-    told = pairs.together("draft", "prune", "sparse_to_dense", "fastv")
-    assert told.startswith("draft reads the target's memory") and "'fastv'" not in told
+    told = pairs.together("draft", "prune", "sparse_to_dense", "dycoke")
+    assert told.startswith("prune chooses what each decoded token sees") and "'dycoke'" not in told
+    assert pairs.together("draft", "prune", "sparse_to_dense", "fastv") == pairs.YES
     assert (
         pairs.together("kv", "prune", "rekv", "fastv")
         == pairs.together("kv", "prune", "window", "fastv")

@@ -17,7 +17,7 @@ from mmaccel.media import reader
 from mmaccel.media.preprocess import Pixels, size_of
 from tests.media.films import numbers, write_film
 
-SQUARE = Pixels(size={"height": 14, "width": 14})
+SQUARE = Pixels(size={"height": 14, "width": 14}, fps=1000.0)  # every frame
 PATCHES = Pixels(
     size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56},
     patch_size=14,
@@ -28,14 +28,18 @@ PATCHES = Pixels(
 
 def look(path: object, pixels: Pixels = SQUARE, **how: Any) -> Any:
     with bars() as progress:
-        return read_video(str(path), SimpleNamespace(video=pixels), progress, **how)
+        return read_video(
+            str(path),
+            SimpleNamespace(video=pixels, style=None, own_video_settings=True, tiny=None),
+            progress,
+            **how,
+        )
 
 
-def test_a_source_without_an_index_needs_no_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_without_an_index_needs_no_option(tmp_path: Path) -> None:
     path = write_film(tmp_path / "bare.h264", 60, format="h264")
     assert numbers(look(path).frames) == list(range(60))
-    monkeypatch.setattr("mmaccel.cli.choices.MAX_FRAMES", 8)
-    assert numbers(look(path).frames) == list(range(0, 60, 8))
+    assert numbers(look(path, max_frames=8).frames) == list(range(0, 60, 8))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,6 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
 def test_ask_takes_a_bare_stream(call: Callable[..., tuple[int, str, str]], ov: str, tmp_path: Path) -> None:
     path = write_film(tmp_path / "bare.h264", 20, format="h264")
     status, out, err = call(
-        "ask", path, "hi", "--model", ov, "--json", "--max-frames", 4, "--max-new-tokens", 1
+        "ask", path, "hi", "--model", ov, "--json", "--fps", 25, "--max-frames", 4, "--max-new-tokens", 1
     )
     assert status == 0 and err == "" and '"frames": 3' in out

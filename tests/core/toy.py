@@ -29,6 +29,9 @@ class Meter:
     def draft_failed(self, reason: str) -> None:
         self.failures.append(reason)
 
+    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+        assert all(isinstance(value, float) for value in counters.values())
+
 
 class Triples:
     """Sequences of independent triples: their joint distribution is known, and each run gives many of them.

@@ -10,6 +10,7 @@ import torch
 
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import RecipeError, WorldError
+from mmaccel.core.streams.session import VideoSession
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.eval.haystack import Gap
 from mmaccel_lab.eval.stream import Shot, Watch, entries, shots, together, worlds_of
@@ -146,14 +147,14 @@ def test_the_vision_tower_looks_at_a_world_once(name: str, monkeypatch: pytest.M
         return true(self, frames, size)
 
     monkeypatch.setattr(stream_adapter, "features", counted)
-    world, kv = World.generate(5, 70), entries(["rekv"], [4], 6, 16)[0].kv
+    world, recipe = World.generate(5, 70), entries(["rekv"], [4], 6, 16)[0].recipe
     footage = Footage(model, processor, world, 0.3)
-    assert looked == [64, 6] and [len(piece) for piece in footage.pieces] == [64, 6]
-    with Viewing(model, processor, kv) as one, Viewing(model, processor, kv) as other:
+    assert looked == [64, 6] and len(footage.frames) == 70
+    with Viewing(model, processor, recipe) as one, Viewing(model, processor, recipe) as other:
         one.show(footage, 1.0)
         assert looked == [64, 6] and one.frames == 70
         # Seen in other company the features are the same but for their last digits.
-        for piece in footage.pieces:
+        for piece in footage.frames.clone().split(64):
             other.watch(piece, fps=1.0)
         assert sum(looked) > 140
         for mine, its in zip(states(one)._rings, states(other)._rings, strict=True):
@@ -200,6 +201,34 @@ def test_a_small_run_finds_the_truth_where_everything_is_seen() -> None:
         seen = [frame >= 28 for frame in truth[one.question]]
         assert one.recall == pytest.approx(sum(seen) / len(seen))
     assert [one.seed for one in worlds_of(20, 3, 5)] == [5, 6, 7]
+
+
+def test_a_film_is_ingested_under_a_recipe_as_a_session_does() -> None:
+    model, processor = pair("tiny-ov")
+    beside = {"sparse": "grid", "draft": {"name": "sequential"}}
+    film: dict[str, Any] = {"name": "mosaic", "ingest": True}
+    names = [{**film, "label": "three", "beside": beside}, {**film, "label": "alone"}, "mosaic"]
+    memories = entries(names, [4], window=6, tokens=16)
+    assert [len(group) for group in together(memories)] == [1, 1, 1]
+    world, seen = World.generate(3, 30), list[Watch]()
+    found = list(shots(model, processor, memories, [world], most=2, told=5, watched=seen.append))
+    three, alone, watched = seen
+    assert (
+        three.counters["ingested"] == alone.counters["ingested"] == 30 and "ingested" not in watched.counters
+    )
+    assert three.kept is not None and alone.kept is None
+    assert three.steps is not None and three.steps < 1 == alone.steps and len(alone.caption.split()) == 5
+    footage = Footage(model, processor, world, 0.3)
+    with VideoSession(model, processor, memories[0].recipe) as session:
+        session.ingest(footage.frames, fps=1.0)
+        said = [session.ask(one.question, 8).text for one in found if one.memory == "three"]
+    assert said == [one.said for one in found if one.memory == "three"] and len(said) > 4
+
+
+def test_more_questions_about_pairs_of_cards_where_more_are_asked_for() -> None:
+    world = next(one for one in (World.generate(seed, 60) for seed in range(99)) if len(one.cards) == 8)
+    assert [len(world.questions([kind], 28)) for kind in ("order", "combine")] == [28, 28]
+    assert len(set(world.questions(["order"], 28))) == 28 and len(world.questions("order")) == 4
 
 
 def test_unknown_kinds_are_told() -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import mmaccel
-from mmaccel.core.errors import MmaccelWarning, RecipeError
+from mmaccel.cli import catalog
+from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe, check_sequences, stream_policy
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy, registry
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel_lab.world import World, render
@@ -26,7 +29,7 @@ FRAMES, TOKENS = 64, 8
 
 
 class Cell(NamedTuple):
-    """A choice for each axis; `own` is the pruner of the draft, `use` "generate" or "session"."""
+    """A choice for each axis; `own` is the pruner of the draft, `use` "generate", a "batch" of three or "session"."""
 
     family: str
     use: str
@@ -41,6 +44,12 @@ SPARSE: dict[str, Any] = {
     "dense": "dense",
     **{name: {"name": name, "block": 16, **fields} for name, fields in SMALL.items()},
 }
+SPARSE["per_head"] = {
+    "name": "per_head",
+    "block": 16,
+    "table": {0: {0: "dense", 1: SPARSE["grid"]}, 5: {3: SPARSE["sf_fixed"]}},
+    "default": SPARSE["a_shape"],
+}
 KV: dict[str, Any] = {
     "full": "full",
     **every_stream(frames=6, window=8),
@@ -51,27 +60,22 @@ KV["no_cache"] = {
     "frames": 32,
     "kept": 64,
 }  # the prompt of a few would be too short for a pattern
+ALWAYS: Any = {"in_batches": "always"}
 MODELS: dict[str, Callable[..., Any]] = {
-    "sequential": lambda model, **own: Sequential(model=model, window=3, **own),
-    "parallel": lambda model, **own: Parallel(model=model, window=3, process=False, **own),
-    "tree": lambda model, **own: Tree(model=model, **own),
+    "sequential": lambda model, **own: Sequential(model=model, window=3, **own, **ALWAYS),
+    "parallel": lambda model, **own: Parallel(model=model, window=3, process=False, **own, **ALWAYS),
+    "tree": lambda model, **own: Tree(model=model, **own, **ALWAYS),
 }
 DRAFT: dict[str, Callable[..., Any]] = {
     "off": lambda model: "off",
-    "prompt_lookup": lambda model: PromptLookup(),
-    "text_only": lambda model: TextOnly(model=model, window=3),
-    "sparse_to_dense": lambda model: SparseToDense(window=3, retention=0.5),
+    "prompt_lookup": lambda model: PromptLookup(**ALWAYS),
+    "text_only": lambda model: TextOnly(model=model, window=3, **ALWAYS),
+    "sparse_to_dense": lambda model: SparseToDense(window=3, retention=0.5, **ALWAYS),
     **MODELS,
 }
-PRUNERS = {
-    stage: [
-        "none",
-        *sorted(n for n, cls in registry("prune").items() if (cls.stage == "draft") == (stage == "draft")),
-    ]
-    for stage in ("draft", "target")
-}
+CHOICES = catalog.choices()
 PRUNE: dict[str, Any] = {
-    **{name: None if name == "none" else name for name in PRUNERS["target"]},
+    **{name: None if name == "none" else name for name in CHOICES["prune"]},
     "fastv": {"name": "fastv", "retention": 0.3},
     # What they leave of a clip of a memory is long enough for a pattern.
     "visionzip": {"name": "visionzip", "retention": 0.85},
@@ -79,22 +83,17 @@ PRUNE: dict[str, Any] = {
 }
 AXES: dict[str, list[str]] = {
     "family": ["random-ov", "random-qwen"],
-    "use": ["generate", "session"],
-    "sparse": sorted(set(registry("sparse")) - {"per_head"}),
-    "kv": sorted(registry("kv")),
-    "draft": sorted(registry("draft")),
-    "own": PRUNERS["draft"],
-    "prune": PRUNERS["target"],
+    "use": ["generate", "batch", "session"],
+    **{kind: CHOICES[kind] for kind in ("sparse", "kv", "draft", "own", "prune")},
 }
+SERVES = {"generate": "generate", "batch": "generate", "session": "VideoSession"}
+"""The word of the catalogue for each use."""
 
 
 def draft_of(cell: Cell, model: torch.nn.Module) -> Any:
-    """The draft of a cell, by `model`; raises `RecipeError` for a pruner of a draft that takes none."""
-    if cell.own == "none":
-        return DRAFT[cell.draft](model)
-    if cell.draft not in MODELS:
-        raise RecipeError(f"draft {cell.draft!r} has no prune, and {cell.own!r} is none of its fields.")
-    return MODELS[cell.draft](model, prune={"name": cell.own, "retention": 0.3})
+    """The draft of a cell, by `model`."""
+    own = {} if cell.own == "none" else {"prune": {"name": cell.own, "retention": 0.3}}
+    return DRAFT[cell.draft](model, **own)
 
 
 BUILT = {
@@ -104,12 +103,9 @@ BUILT = {
 }
 
 
-def recipe_of(cell: Cell, draft: Any) -> Recipe:
-    """The recipe of a cell with `draft`; raises `RecipeError` where it is refused, before any weight moves."""
-    parts = {kind: BUILT[kind][getattr(cell, kind)] for kind in BUILT}
-    made = Recipe(**parts, draft=draft)
-    (check_sequences if cell.use == "generate" else stream_policy)(made)
-    return made
+def parts_of(cell: Cell, draft: Any) -> dict[str, Any]:
+    """What the recipe of a cell is made of."""
+    return {**{kind: BUILT[kind][getattr(cell, kind)] for kind in BUILT}, "draft": draft}
 
 
 @functools.cache
@@ -119,16 +115,13 @@ def _any_draft(draft: str, own: str) -> Any:
 
 @functools.cache
 def _refusal(cell: Cell) -> str | None:
-    try:
-        recipe_of(cell, _any_draft(cell.draft, cell.own))
-    except RecipeError as error:
-        return str(error)
-    return None
+    told = catalog.refusal(cell.use, **parts_of(cell, _any_draft(cell.draft, cell.own)))
+    return None if told == catalog.YES else told
 
 
 def refusal(cell: Cell) -> str | None:
     """Why a cell is refused, whatever its family; None: it runs."""
-    return _refusal(cell._replace(family=""))
+    return _refusal(cell._replace(family="", use=SERVES[cell.use]))
 
 
 def cells() -> Iterator[Cell]:
@@ -139,9 +132,9 @@ def cells() -> Iterator[Cell]:
             yield cell
 
 
-def covering(strength: int, seed: int = 18) -> list[Cell]:
-    """Running cells that hold every choice of `strength` axes that any running cell holds; found greedily."""
-    fine = [cell for cell in cells() if refusal(cell) is None]
+def covering(strength: int, fine: Iterable[Cell] | None = None, seed: int = 18) -> list[Cell]:
+    """Cells of `fine` (None: all that run) holding all choices of `strength` axes that any of them holds, found greedily."""
+    fine = [cell for cell in cells() if refusal(cell) is None] if fine is None else list(fine)
     random.Random(seed).shuffle(fine)
     axes = list(itertools.combinations(range(len(AXES)), strength))
 
@@ -163,51 +156,79 @@ def covering(strength: int, seed: int = 18) -> list[Cell]:
     return chosen
 
 
+QUESTIONS = (QUESTION, "where was the red circle before it went away ?", "what ?")
+"""Those of a batch, of unlike lengths."""
+
+
 @functools.cache
-def film() -> torch.Tensor:
+def film(number: int = 0) -> torch.Tensor:
     """[64, 3, 56, 70] uint8, of so many tokens that a pass of any memory is long enough for a pattern."""
-    return render(World.generate(3, FRAMES).table(), 56, 70)
+    return render(World.generate(3 + number, FRAMES).table(), 56, 70)
 
 
 @functools.cache
-def models(family: str) -> tuple[Any, Any, Any]:
-    """A random target with layers after each cut, a draft that is right now and then, and their processor."""
-    target, processor = pair(family, layers=6)
+def models(family: str, layers: int = 6) -> tuple[Any, Any, Any]:
+    """A random target with layers after each cut, a draft that is right now and then, and their processor.
+
+    Weights of the layers are large: what random models of usual weights say is one token again and again, whatever they see.
+    """
+    target, processor = pair(family, layers=layers)
+    target = copy.deepcopy(target)
+    for name, weight in target.named_parameters():
+        if "language_model.layers." in name and weight.ndim == 2:
+            weight.data *= 5
     draft = copy.deepcopy(target)
     torch.manual_seed(1)
     weight = draft.get_output_embeddings().weight
-    weight.data += 0.01 * torch.randn_like(weight)
+    weight.data += 0.002 * torch.randn_like(weight)
     return target, draft, processor
 
 
+Said = tuple[tuple[int, ...], ...]
+
+
 @functools.cache
-def run(cell: Cell) -> tuple[tuple[int, ...], mmaccel.Report]:
-    """The ids of a cell's answer and its report. What warns is no cell that runs."""
+def run(cell: Cell, rows: tuple[int, ...]) -> tuple[Said, mmaccel.Report]:
+    """The ids of a cell's answers to the prompts numbered `rows`, and its report. What warns is no cell that runs."""
     target, draft, processor = models(cell.family)
-    recipe = recipe_of(cell, draft_of(cell, draft))
+    recipe = Recipe(**parts_of(cell, draft_of(cell, draft)))
     with warnings.catch_warnings():
         warnings.simplefilter("error", MmaccelWarning)
         if cell.use == "session":
             with mmaccel.VideoSession(target, processor, recipe) as session:
                 take = session.watch if recipe.sparse.dense else session.ingest
                 take(film(), fps=FPS)
-                return session.ask(QUESTION, TOKENS).ids, session.report()
-        content = [{"type": "video", "video": film()}, {"type": "text", "text": QUESTION}]
-        inputs = processor.chat(content, fps=FPS)
+                return (session.ask(QUESTION, TOKENS).ids,), session.report()
+        prompts = [
+            [{"type": "video", "video": film(n)}, {"type": "text", "text": QUESTIONS[n]}] for n in rows
+        ]
+        inputs = processor.chat(prompts, fps=FPS)
         with mmaccel.accelerate(target, recipe) as fast:
             ids = target.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
-            return tuple(ids[0, inputs["input_ids"].shape[1] :].tolist()), fast.report()
+            report = fast.report()
+    end = target.generation_config.eos_token_id
+    said = [ids_[inputs["input_ids"].shape[1] :].tolist() for ids_ in ids]
+    return tuple(tuple(one[: one.index(end) + 1] if end in one else one) for one in said), report
+
+
+def alone(cell: Cell) -> Said:
+    """What a cell has to say: what its prompts get one by one, without a draft."""
+    plain = cell._replace(draft="off", own="none")
+    if cell.use != "batch":
+        return run(plain, (0,))[0]
+    each = [run(plain._replace(use="generate"), (n,))[0] for n in range(len(QUESTIONS))]
+    return tuple(said for (said,) in each)
 
 
 def check_acted(cell: Cell) -> None:
-    """Assert that each part of a cell acted, and that its draft changed no token."""
-    ids, report = run(cell)
-    assert ids and not report.notes, report.notes
+    """Assert that each part of a cell acted, and that neither its draft nor its company changed a token."""
+    said, report = run(cell, (0, 1, 2) if cell.use == "batch" else (0,))
+    assert all(said) and not report.notes, report.notes
     if cell.sparse != "dense":
         # What a pruner of frames leaves of a clip of streammem is four blocks, which some patterns list whole.
         short = cell.kv == "streammem" and cell.prune in ("dycoke", "visionzip")
-        assert report.kept is not None and (report.kept < 1 or short)
-        assert any(cell.sparse in name for name in report.heads()), report.heads()
+        assert report.kept is not None and (report.kept < 1 or short), report.kept
+        assert any(SHOWN.get(cell.sparse, cell.sparse) in name for name in report.heads()), report.heads()
     if cell.kv not in ("full", "offload"):
         acted = [report.kv.get(name, 0) > 0 for name in ("recalled", "pruned", "merged", "kept")]
         forgot = report.kv["held"] < report.kv.get("seen", 0)
@@ -215,9 +236,34 @@ def check_acted(cell: Cell) -> None:
     if issubclass(registry("kv")[cell.kv], StreamPolicy) and "units" in report.kv:
         assert report.kv["units"] > 0
     if cell.prune != "none":
-        assert report.kv["visual"] > 0
+        left = [count for name, count in report.kv.items() if name.startswith("visual from layer")]
+        assert left and min(left) < report.kv["visual"], report.kv
     if cell.draft != "off":
         assert report.draft["failed"] is None
-        assert run(cell._replace(draft="off", own="none"))[0] == ids
     if cell.draft not in ("off", "prompt_lookup"):  # which proposes nothing where no token comes twice
         assert report.draft["rounds"] > 0 and report.draft["proposed"] > 0
+    if cell.draft != "off" or cell.use == "batch":
+        assert said == alone(cell)
+
+
+SHOWN = {"per_head": "a_shape"}
+"""What a report calls a pattern that has none of its own name."""
+
+
+def _done() -> Path | None:
+    """The file that keeps the names of cells that passed, one a line."""
+    name = os.environ.get("MATRIX_DONE")
+    return Path(name) if name else None
+
+
+def passed(cell: Cell) -> bool:
+    """Whether a run before has seen `cell` pass."""
+    done = _done()
+    return done is not None and done.is_file() and "-".join(cell) in done.read_text().split()
+
+
+def note_passed(cell: Cell) -> None:
+    """Keep, where `MATRIX_DONE` says so, that `cell` passed."""
+    if (done := _done()) is not None:
+        with done.open("a") as lines:
+            lines.write("-".join(cell) + "\n")

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.watching import Heard
-from mmaccel.core.errors import RecipeError
-from mmaccel.core.prefill.prune import Stage
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
+from mmaccel.core.prefill.prune import Signals, Stage
+from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.listening import Listening
 from mmaccel.models.signals import Listener
 from mmaccel.policies.draft import Parallel, Sequential, Tree
+from mmaccel.policies.kv.no_cache import _Frames
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=6, window=8)
 ALL = every_stream()
 TOKENS = 14
-PRUNERS = ("attention", "uniform", "random")
+PRUNERS = ("attention", "uniform", "random", "uv")
 
 
 def asked(kv: Any, draft: Any, frames: int = 18, name: str = "random-qwen", **choices: Any) -> Any:
@@ -62,9 +68,9 @@ def test_a_pruner_that_keeps_everything_changes_nothing_of_the_draft(kv: str) ->
     assert found[0].counters["accepted"] == found[1].counters["accepted"] > 0
 
 
-def heard_of(kv: Any, **choices: Any) -> Heard:
-    """What the question's attention was, of a session with a draft that has a pruner."""
-    draft = Sequential(model=pair("random-ov")[0], prune="attention")  # type: ignore[arg-type]
+def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> Heard:
+    """What a draft's pruner is told of the question to a session."""
+    draft = Sequential(model=pair("random-ov")[0], prune=prune)
     with open_session("random-ov", kv, draft=draft, **choices) as session:
         session.watch(film(18), fps=FPS)
         around = session._live.around
@@ -92,6 +98,72 @@ def test_what_is_heard_is_what_the_plain_model_attends_to() -> None:
     want = torch.stack([one[0, :, after:].mean((0, 1)) for one in rows]).mean(0)[inside]
     assert heard.tokens.tolist() == list(range(18 * heard.unit))
     assert want.std() > 0 and (heard.paid[0] - want).abs().max() <= 1e-6
+
+
+UV = {"name": "uv", "layer": 2, "base": 0}
+"""Also reads what leaves the last layer."""
+
+
+@pytest.mark.parametrize("kv", ALL)
+def test_scores_by_states_are_those_of_the_plain_model(kv: str) -> None:
+    """With everything in view: what the pruner makes of the states of a plain prompt, up to a number."""
+    model, processor = pair("random-ov")
+    heard = heard_of(ALL[kv], UV)
+    content = [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}]
+    inputs, states = processor.chat(content, fps=FPS), []
+    layers = model.model.language_model.layers
+    hooks = [layers[0].register_forward_pre_hook(lambda module, args: states.append(args[0][0]))]
+    hooks += [layers[1].register_forward_hook(lambda module, args, out: states.append(out[0]))]
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    layout = adapter_for(model).layout(model, inputs)
+    tail, (begin, end) = adapter_for(model).stream_adapter(model, processor).tail(QUESTION)
+    column = torch.arange(layout.length)[None] - (layout.length - len(tail))
+    layout = dataclasses.replace(layout, asked=(column >= begin) & (column < end))
+    video = (inputs["input_ids"][0] == model.config.video_token_id).nonzero()[: len(heard.tokens), 0]
+    hidden = torch.stack([one.view(layout.length, -1) for one in states])
+    want = policy("prune", UV).score(Signals(hidden=hidden), layout, video)
+    assert heard.tokens.tolist() == list(range(18 * heard.unit)) and want.std() > 0
+    assert (heard.paid[0] - (want - want.amin() + 1)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("kv", ["mosaic", "livevlm", "no_cache"])
+def test_states_go_back_with_a_clip_and_are_saved(kv: str, tmp_path: Path) -> None:
+    draft = Sequential(model=pair("random-ov")[0], prune=UV)  # type: ignore[arg-type]
+
+    def scores(session: mmaccel.VideoSession) -> torch.Tensor:
+        assert session._live is not None and isinstance(session._live.around, Listening)
+        with session._live.asked(QUESTION, 4):
+            heard = session._live.around.heard()
+        assert heard is not None
+        return heard.paid
+
+    with open_session("random-ov", TIGHT[kv], draft=draft) as session:
+        session.watch(film(10), fps=FPS)
+        with pytest.raises(ModelError):
+            session.watch(film(10), times=[float(n) for n in range(20, 31)])
+        session.watch(film(18)[10:], fps=FPS)
+        found = scores(session)
+        session.save(tmp_path / "saved")
+    with open_session("random-ov", TIGHT[kv], draft=draft) as session:
+        session.watch(film(10), fps=FPS)
+        session.watch(film(18)[10:], fps=FPS)
+        assert torch.equal(scores(session), found)
+        session.load(tmp_path / "saved")
+        assert torch.equal(scores(session), found)
+
+
+def test_frames_that_were_not_heard_are_told_of(tmp_path: Path) -> None:
+    model = pair("random-ov")[0]
+    with open_session("random-ov", ALL["mosaic"], draft=Sequential(model=model)) as session:
+        session.watch(film(10), fps=FPS)
+        session.save(tmp_path / "saved")
+    with open_session("random-ov", ALL["mosaic"], draft=Sequential(model=model, prune=UV)) as session:  # type: ignore[arg-type]
+        session.load(tmp_path / "saved")
+        with pytest.warns(MmaccelWarning, match="prune 'uv' did not hear the frames that were read before"):
+            session.ask(QUESTION, 4)
 
 
 @pytest.mark.parametrize("kv", TIGHT)
@@ -134,8 +206,6 @@ def test_a_call_prunes_what_its_draft_reads(kv: str, prune: str, monkeypatch: py
 
 def test_what_does_not_act_is_told() -> None:
     model = pair("random-qwen")[0]
-    with pytest.raises(RecipeError, match="reads the states of a whole prompt, and kv 'mosaic'"):
-        open_session("random-qwen", "mosaic", draft=Sequential(model=model, prune="uv"))  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="set compact to False"):
         given: Any = {"name": "uniform", "compact": True}
         open_session("random-qwen", "mosaic", draft=Sequential(model=model, prune=given))
@@ -148,3 +218,62 @@ def test_a_pruner_of_the_target_and_one_of_its_draft() -> None:
     answer, counts = asked(TIGHT["mosaic"], draft, prune=target)
     assert answer.ids == asked(TIGHT["mosaic"], "off", prune=target)[0].ids
     assert 0 < counts["visual from layer 0"] < counts["visual"]
+
+
+def cheap(name: str, **frames: int) -> Sequential:
+    """A draft that keeps frames, and reads those that the target's question attended to most."""
+    kv, prune = {"name": "no_cache", **frames}, {"name": "attention", "retention": 1.0}
+    return Sequential(model=pair(name)[0], window=3, kv=kv, prune=prune)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
+    name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picks: list[tuple[dict[int, float], list[int]]] = []
+    pick = _Frames.pick
+
+    def seen(self: _Frames, paid: Any) -> Any:
+        found = pick(self, paid)
+        if paid:
+            picks.append((dict(paid), [number for number, _ in found]))
+        return found
+
+    monkeypatch.setattr(_Frames, "pick", seen)
+    pace, want = (1 if name == "random-ov" else 2), asked(TIGHT[kv], "off", name=name)[0]
+    with open_session(name, TIGHT[kv], draft=cheap(name, frames=4)) as session:
+        session.watch(film(18), fps=FPS)
+        answer = session.ask(QUESTION, TOKENS)
+        session.save(tmp_path / "saved")
+        counters = session._live.beside.stream._live.counters()
+        assert counters["kept"] == counters["units"] == 18 / pace and counters["resident"] == 0
+    assert answer.ids == want.ids and answer.counters["drafted"] > 0
+    ((paid, numbers),) = picks
+    assert numbers == sorted(sorted(paid, key=lambda n: -paid[n])[: 4 // pace]) and len(paid) > 4 // pace
+    with open_session(name, TIGHT[kv], draft=cheap(name, frames=4)) as session:
+        session.load(tmp_path / "saved")
+        assert session.ask(QUESTION, TOKENS).counters["accepted"] == answer.counters["accepted"]
+    assert picks[1][1] == numbers
+
+
+def test_with_room_for_all_frames_it_reads_as_the_plain_model() -> None:
+    """A draft by the target's own model then agrees with a target that keeps everything."""
+    answer, _ = asked(ALL["full"], cheap("random-ov", frames=18), name="random-ov")
+    assert answer.counters["accepted"] >= 0.9 * (len(answer.ids) - 1) * 3 / 4
+
+
+def test_frames_that_are_held_stand_for_those_after_them() -> None:
+    policy: Any = mmaccel.core.registry.policy("kv", {"name": "no_cache", "frames": 2, "kept": 4})
+    stream: Any = SimpleNamespace(pace=1)
+    state: Any = policy.stream(stream, None, None, "cpu")
+    state.keep(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(-1, 3, 2, 2))
+    assert list(state._held) == [0, 4, 8]
+    for paid, numbers in (
+        ({}, [0, 8]),
+        ({5: 0.2, 6: 0.2, 0: 0.3, 8: 0.1}, [0, 4]),
+        ({9: 0.2}, [8]),
+    ):
+        found = state.pick(paid)
+        assert [number for number, _ in found] == numbers
+        assert [int(frames[0, 0, 0, 0]) for _, frames in found] == numbers

@@ -136,3 +136,27 @@ def test_a_drafted_row_is_written_where_it_is_seen() -> None:
     memory.follow(dense, dense.length())
     now = memory.view(0, drafted[0, 0])
     assert torch.equal(torch.stack([now.key, now.value]), whole[..., [*columns, 40, 41], :])
+
+
+@pytest.mark.parametrize(
+    "prune", ["visionzip", "fastv", "pyramid_drop", "sparsevlm", {"name": "dycoke", "forget": 0}]
+)
+def test_of_a_pruned_prompt_each_layer_chooses_among_what_it_holds(prune: Any) -> None:
+    """Where all of that is chosen the draft is the target: every token is kept."""
+    for name, build in BUILD.items():
+        model = build(layers=6)
+        model.generation_config.eos_token_id = None
+        for weight in (
+            w for n, w in model.named_parameters() if "language_model.layers" in n and w.ndim == 2
+        ):
+            weight.data *= 6  # what it says hangs on what it sees
+        inputs = prompt(name, [("text", 6), ("video", 40), ("text", 10)])
+        with mmaccel.accelerate(model, prune=prune):
+            plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        for share in (1.0, 0.3):
+            draft = SparseToDense(window=3, retention=share)
+            with mmaccel.accelerate(model, prune=prune, draft=draft) as fast:
+                assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), plain)
+                told = fast.report().draft
+            assert told["failed"] is None and told["proposed"] > 0
+            assert share < 1 or told["accepted"] == told["proposed"]

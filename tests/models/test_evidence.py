@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 
-from mmaccel.core.registry import policy
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv._window import Rows, attention
 from mmaccel_lab.eval.footage import Footage, Viewing
@@ -37,7 +36,7 @@ def test_the_first_moments_told_are_what_was_asked_about(name: str, memory: str)
     named = []
     for seed in (1, 3):
         world, shown = footage(name, seed)
-        with Viewing(model, processor, policy("kv", {"name": memory, **FIELDS[memory]})) as session:
+        with Viewing(model, processor, {"kv": {"name": memory, **FIELDS[memory]}}) as session:
             session.show(shown, 1.0)
             for question in world.questions(["needle", "order", "scene", "combine"]):
                 answer = session.ask(question.text, 8)

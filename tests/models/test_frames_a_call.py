@@ -44,7 +44,7 @@ def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
     assert live is not None
     told = {name: n for name, n in session.counters().items() if not name.startswith(HOW)}
     columns = [one.column.tolist() for one in getattr(live.state, "_held", []) if hasattr(one, "column")]
-    picked = [number for number, _ in live.state.pick()] if hasattr(live.state, "pick") else []
+    picked = [number for number, _ in live.state.pick({})] if hasattr(live.state, "pick") else []
     return {
         **told,
         "spans": list(live.info.spans),

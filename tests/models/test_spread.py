@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,6 @@ from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models import decode, loading, shapes, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential
-from tests.models.streams import pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu:0")
@@ -173,14 +171,6 @@ def test_hooks_of_ours_do_not_keep_steps_from_being_captured(
     assert decode.admits(model, adapter_for(model), DynamicCache())
     adapter_for(model).layers(model)[1].register_forward_pre_hook(lambda *_: None)
     assert not decode.admits(model, adapter_for(model), DynamicCache())
-
-
-def test_a_session_says_that_it_needs_one_device() -> None:
-    model, processor = pair("random-qwen")
-    parted = copy.deepcopy(model)
-    adapter_for(parted).layers(parted)[1].to("meta")
-    with pytest.raises(ModelError, match="lie on cpu, meta; a stream needs them on one device"):
-        mmaccel.VideoSession(parted, processor)
 
 
 @pytest.mark.gpu

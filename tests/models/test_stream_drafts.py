@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly, Tree
+from mmaccel.policies.kv.recent import Recent
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=6, window=8)
@@ -269,3 +271,77 @@ def test_a_tree_on_a_stream_is_weighed_as_a_chain_is() -> None:
     assert (attended(query, everything, chain, 0.0) - want).abs().max() > 1e-2
     other = attended(query[:, :, [0, 2]], [*range(8), 9], None, 3.0)
     assert (attended(query, everything, fork, 3.0)[:, :, [0, 2]] - other).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_a_call_says_what_it_says_without_a_draft(kv: str) -> None:
+    """Every draft of `generate` on every memory of streams, of one family or the other in turns."""
+    for number, choice in enumerate(drafts("random-ov")):
+        name = FAMILIES[(number + list(TIGHT).index(kv)) % 2]
+        model, processor = pair(name)
+        inputs = processor.chat(
+            [{"type": "video", "video": film(11)}, {"type": "text", "text": QUESTION}], fps=FPS
+        )
+        found = []
+        for draft in ("off", drafts(name)[choice]):
+            with mmaccel.accelerate(model, kv=TIGHT[kv], draft=draft) as fast:
+                found.append(model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False))
+                told = fast.report().draft
+        assert torch.equal(*found) and told["failed"] is None, (name, choice)
+        assert told["proposed"] > 0 or choice == "prompt_lookup", (name, choice)
+
+
+@pytest.mark.parametrize("number", range(len(TIGHT)))
+def test_a_draft_in_another_memory_than_the_targets(number: int) -> None:
+    """Each memory as a target's and as a draft's, of which the draft's is the third after it."""
+    (kv, own), name = [list(TIGHT)[(number + n) % len(TIGHT)] for n in (0, 3)], FAMILIES[number % 2]
+    model, found = pair(name)[0], []
+    more: Any = {"model": model, "kv": TIGHT[own]}
+    made = (Sequential(**more, window=3), Parallel(**more, window=3, process=False), Tree(**more))[number % 3]
+    for draft in ("off", made):
+        with open_session(name, TIGHT[kv], draft=draft) as session:
+            session.watch(film(18), fps=FPS)
+            found.append(session.ask(QUESTION, TOKENS))
+    assert found[0].ids == found[1].ids and found[1].counters["drafted"] > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treeless(Recent):
+    """Somebody else's memory, which takes chains alone."""
+
+    allows_branches: ClassVar[bool] = False
+
+
+def test_a_tree_on_a_memory_of_chains_is_refused_before_it_is_attached() -> None:
+    model = pair("random-ov")[0]
+    for kv, draft in ((Treeless(), Tree(model=model)), ("recent", Tree(model=model, kv=Treeless()))):
+        with pytest.raises(RecipeError, match=r"'tree' proposes trees and kv .* takes chains alone"):
+            mmaccel.Recipe(kv=kv, draft=draft)
+        assert mmaccel.Recipe(kv=kv, draft=Sequential(model=model)).kv
+
+
+@pytest.mark.parametrize("draft", ["off", "sequential"])
+def test_criteria_of_a_call_are_shown_the_scores(draft: str) -> None:
+    """As transformers shows them: of every token so far, where scores are asked for; each is made once."""
+    model, processor = pair("random-ov")
+    inputs = processor.chat(
+        [{"type": "video", "video": film(11)}, {"type": "text", "text": QUESTION}], fps=FPS
+    )
+    shown: list[tuple[int, int]] = []
+    kinds: list[Any] = []
+
+    def stops(ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        kinds.append(scores if scores is None else torch.cat(scores))
+        shown.append((ids.shape[1] - inputs["input_ids"].shape[1], len(scores or ())))
+        return torch.zeros(1, dtype=torch.bool)
+
+    choice = "off" if draft == "off" else Sequential(model=model, window=3)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "stopping_criteria": [stops]}
+    with mmaccel.accelerate(model, kv=TIGHT["mosaic"], draft=choice):
+        model.generate(**inputs, **how)
+        assert len(shown) > 3 and all(one is None for one in kinds)
+        shown.clear(), kinds.clear()
+        how |= {"return_dict_in_generate": True, "output_scores": True, "repetition_penalty": 1.3}
+        found = model.generate(**inputs, **how)
+    assert shown == [(n, n) for n in range(1, len(found.scores) + 1)]
+    assert torch.equal(kinds[-1], torch.cat(found.scores))

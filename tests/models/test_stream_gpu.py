@@ -67,6 +67,22 @@ def test_what_comes_back_from_pinned_memory_is_what_the_cpu_recalls(kv: str) -> 
         assert session.ask(QUESTION, 4).ttft_s > 0 and bool(logits(session).isfinite().all())
 
 
+def test_a_planned_question_shows_no_hidden_column(name: str = "random-ov") -> None:
+    """A captured question has places for clusters to come, which nobody sees; a pattern plans columns that are all seen. One
+    that lists everything gives what a dense question does, whichever came before."""
+    found = []
+    for sparse in ({"name": "a_shape", "sink": 16, "window": 1 << 16, "block": 16}, "dense"):
+        how: dict[str, Any] = {"sparse": sparse, "backend": "reference", "dense_tail": 16}
+        _, session = on_gpu(name, torch.float64, TIGHT["mosaic"], **how)
+        with session:
+            session.watch(of_own_size(film(25)), fps=FPS)
+            long = " ".join([QUESTION] * 20)
+            found.append(torch.stack([logits(session, one) for one in (long, QUESTION, long, QUESTION)]))
+            session.ask(long, 2)
+            assert (session.report().kept is None) == (sparse == "dense")
+    assert (found[0] - found[1]).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("kv", ["rekv", "recent", "no_cache"])
 def test_the_device_holds_no_more_of_a_longer_stream(kv: str) -> None:
     _, session = on_gpu("random-ov", torch.bfloat16, TIGHT[kv])

@@ -15,6 +15,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.models import modules
 from mmaccel.models.runner import HFRunner
 from mmaccel_lab.eval.encoded import Encoded
+from tests.models.streams import film, pair
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VE, VID, VS, batch, prompt
 
 KEPT = ("get_image_features", "get_video_features")
@@ -210,6 +211,20 @@ def test_what_recipes_share_is_encoded_once_in_parts(family: str, monkeypatch: p
             with encoded.shared(model, recipe), mmaccel.accelerate(model, recipe) as fast:
                 fast(**inputs)
     assert max(seen) <= 64 and sum(seen) == {"qwen": 40 * 24, "llava": 40 * 16}[family]
+    assert not set(KEPT) & set(model.model.__dict__)
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_a_session_s_frames_are_seen_in_parts_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = pair(name)
+    adapter = mmaccel.VideoSession(model, processor, "full")._stream_adapter
+    monkeypatch.setattr(modules, "PATCHES", 1 << 20)
+    with calls(model) as seen:
+        want, marks = adapter.features(film(20), (42, 70))
+        monkeypatch.setattr(modules, "PATCHES", 1)
+        got, again = adapter.features(film(20), (42, 70))
+    assert len(seen) == 1 + len(got) > 10, "a call for all, then one for each unit"
+    torch.testing.assert_close((got, again), (want, marks), rtol=0, atol=1e-5)
     assert not set(KEPT) & set(model.model.__dict__)
 
 

@@ -96,6 +96,17 @@ class Forgets(_Streams):
         return state
 
 
+class _Mislays(StreamMemory):
+    def _layout(self, columns: int, few: int = 0) -> Any:
+        return super()._layout(columns - 1, few)
+
+
+class Mislays(_Streams):
+    """The layout of what a question sees lacks a column."""
+
+    state: ClassVar[type] = _Mislays
+
+
 MEMORIES = {
     "length": (Miscounts, "length is 1 and held 0 when it is opened"),
     "beams": (Reverses, "reorder([1, 1, 0]) gives other rows"),
@@ -103,6 +114,7 @@ MEMORIES = {
     "a trace": (Remembers, "a question leaves a trace"),
     "no way back": (OneWay, "after restore there are 122 units"),
     "units": (Forgets, "units is "),
+    "a layout": (Mislays, "the layout of a view is not of its columns"),
 }
 """What is wrong -> the memory, and words of the sentence that tells it."""
 

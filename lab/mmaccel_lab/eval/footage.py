@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attach import StreamAdapter, adapter_for
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.streams.session import VideoSession
 from mmaccel_lab.world import World, render
@@ -23,47 +22,41 @@ SIDES = (168, 280)
 
 
 class Footage:
-    """All frames of a world, of which `still` stand still, on the model's device, with the features of their units.
+    """All frames [T, 3, H, W] of a world, of which `still` stand still, on the model's device, with the features of their
+    units.
 
-    About 140 kB a frame, and the features. `stream_adapter` is the model's, but knows the features of these frames.
+    About 140 kB a frame, and the features.
     """
 
     def __init__(self, model: nn.Module, processor: Any, world: World, still: float) -> None:
         self._stream_adapter = adapter_for(model).stream_adapter(model, processor)
-        self.stream_adapter: StreamAdapter = copy.copy(self._stream_adapter)
-        self.stream_adapter.__dict__["features"] = self._features
-        self.pieces: list[Tensor] = []
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
-        table = world.table(still)
+        device, pace = self._stream_adapter.device, self._stream_adapter.pace
+        self.frames = torch.empty(world.frames, 3, *SIDES, dtype=torch.uint8, device=device)
+        rows, known = world.table(still), list[Tensor]()
         for begin in range(0, world.frames, PIECE):
-            rows = {
-                name: column[begin : begin + PIECE].to(self._stream_adapter.device)
-                for name, column in table.items()
-            }
-            piece = render(rows, *SIDES).contiguous()
-            self.pieces.append(piece)
-            whole = len(piece) // self._stream_adapter.pace * self._stream_adapter.pace
-            if whole:
-                self._known[piece.untyped_storage().data_ptr()] = self._stream_adapter.features(
-                    piece[:whole], SIDES
-                )
+            piece = self.frames[begin : begin + PIECE]
+            some = {name: column[begin : begin + PIECE].to(device) for name, column in rows.items()}
+            piece.copy_(render(some, *SIDES))
+            if len(piece) >= pace:
+                units, self._marks = self._stream_adapter.features(piece[: len(piece) // pace * pace], SIDES)
+                known.append(units)
+        self._known = torch.cat(known) if known else torch.empty(0)
 
-    def _features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """As the model's own stream adapter; what is cut out of a piece is known."""
-        known = self._known.get(frames.untyped_storage().data_ptr())
-        if known is None or not frames.is_contiguous():
+    def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """As the model's own stream adapter; what is cut out of the frames is known."""
+        own = frames.untyped_storage().data_ptr() == self.frames.untyped_storage().data_ptr()
+        if not (own and len(self._known) and frames.is_contiguous()):
             return self._stream_adapter.features(frames, size)
-        rows, marks = known
-        first = frames.storage_offset() // frames[0].numel() // self._stream_adapter.pace
-        return rows[first : first + len(frames) // self._stream_adapter.pace], marks
+        pace = self._stream_adapter.pace
+        first = frames.storage_offset() // frames[0].numel() // pace
+        return self._known[first : first + len(frames) // pace], self._marks
 
 
 class Viewing(VideoSession):
     """A session that watches footage from the start to the end, and is then asked."""
 
-    def __init__(self, model: nn.Module, processor: Any, kv: StreamPolicy, chunk: int | None = None) -> None:
-        super().__init__(model, processor, None, kv=kv, chunk=chunk)
-        self._mark: Any = None
+    _mark: Any = None
+    _before = 0
 
     def __enter__(self) -> Viewing:
         return self
@@ -74,25 +67,27 @@ class Viewing(VideoSession):
         fps: float,
         progress: Callable[[int], None] | None = None,
         call: int | None = None,
+        ingest: bool = False,
     ) -> float:
-        """Watch all of `footage`, `call` frames at a time (None: `PIECE`); the seconds that took. `progress` is told of each
-        frame."""
-        own, self._stream_adapter = self._stream_adapter, footage.stream_adapter
+        """Watch all of `footage`, `call` frames at a time (None: `PIECE`), or `ingest` it as one; the seconds that took.
+        `progress` is told of each frame."""
+        own, cuda = self._stream_adapter, self._stream_adapter.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(own.device)
+            self._before = torch.cuda.memory_allocated(own.device)
+        vars(own)["features"] = footage.features
         began = time.perf_counter()
         try:
-            for piece in footage.pieces:
-                for part in piece.split(call or PIECE):
-                    self.watch(part, fps=fps)
-                    if progress is not None:
-                        progress(len(part))
+            for part in footage.frames.split(len(footage.frames) if ingest else call or PIECE):
+                (self.ingest if ingest else self.watch)(part, fps=fps)
+                if progress is not None:
+                    progress(len(part))
         finally:
-            self._stream_adapter = own
-        if own.device.type == "cuda":
+            del vars(own)["features"]  # the stream itself keeps no hold of the footage
+        if cuda:
             torch.cuda.synchronize(own.device)
         seconds = time.perf_counter() - began
         assert self._live is not None
-        # The stream itself keeps no hold of the footage.
-        self._live.adapter = own
         self._mark = self._live.mark()
         return seconds
 
@@ -102,6 +97,19 @@ class Viewing(VideoSession):
         assert self._live is not None
         self._live.back(self._mark)
         self._live.state.set_query_fields(kv)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What the stream and its questions took of the device at most, beside models and footage; None on a CPU."""
+        device = self._stream_adapter.device
+        return torch.cuda.max_memory_allocated(device) - self._before if device.type == "cuda" else None
+
+    @property
+    def host_bytes(self) -> float:
+        """What stores of the stream and of a draft's have reserved on the host."""
+        streams = self._live, getattr(getattr(self._live, "beside", None), "stream", None)
+        live = [getattr(one, "_live", one) for one in streams]
+        return sum(one.counters().get("host_bytes", 0.0) for one in live if one is not None)
 
     @property
     def pace(self) -> int:

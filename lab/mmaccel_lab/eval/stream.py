@@ -1,15 +1,16 @@
 """Memories of streams compared: the same frames, windows and budgets for all, and questions with known evidence.
 
 A stream is a world of many frames, with scenes that cut and return and stretches in which nothing moves. It is rendered, and
-seen by the vision tower, once for all memories, which watch it one after the other and are asked when it is over: by one
-watch at every budget that changes nothing of what is kept. Every question goes to every memory, so that they are compared
-question by question.
+seen by the vision tower, once for all memories, which watch or ingest it one after the other and are asked when it is over:
+by one watch at every budget that changes nothing of what is kept. Every question goes to every memory, so that they are
+compared question by question. A memory may have the other parts of a recipe beside it, a pattern and a draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -17,12 +18,14 @@ from torch import nn
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.registry import policy, registry
+from mmaccel.models.shipped import CAPTION_REQUEST
 from mmaccel_lab.eval.cases import tokens_per_frame
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.eval.purity import Clustering, clusterings
 from mmaccel_lab.world import World
-from mmaccel_lab.world.questions import checked_kinds
+from mmaccel_lab.world.questions import PAIRS, checked_kinds
 from mmaccel_lab.world.records import Question
 
 KINDS = ("needle", "scene", "order", "combine")
@@ -34,11 +37,17 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """A memory in the comparison: the name it is shown under, its budget in frames (None: it has none), and its policy."""
+    """A memory in the comparison: the name it is shown under, its budget in frames (None: it has none), its recipe, and
+    whether it is given the film as a stored video (`VideoSession.ingest`)."""
 
     name: str
     budget: int | None
-    kv: StreamPolicy
+    recipe: Recipe
+    ingest: bool = False
+
+    @property
+    def kv(self) -> StreamPolicy:
+        return stream_policy(self.recipe)
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,9 @@ class Watch:
     seconds   that the watching took, without the vision tower, which looks at a stream once for all memories
     counters  of the memory when the questions at `budget`, the last one, were asked
     clusters  before any question, by level; empty for a memory without
+    device_bytes, host_bytes  that the stream took (`Viewing.device_bytes`, `Viewing.host_bytes`)
+    kept      by the pattern, of an ingestion (`Report.kept`)
+    caption, tokens_per_s, steps  of a caption asked for last: its text, tokens a second, and the target's steps a token
     """
 
     memory: str
@@ -91,6 +103,12 @@ class Watch:
     seconds: float
     counters: dict[str, float]
     clusters: dict[str, Clustering]
+    device_bytes: int | None = None
+    host_bytes: float = 0.0
+    kept: float | None = None
+    caption: str = ""
+    tokens_per_s: float | None = None
+    steps: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -102,15 +120,17 @@ def entries(
 ) -> list[Entry]:
     """Memories by name, or a mapping of fields, at each budget; all encode under one `window`, in frames of `tokens` tokens.
 
-    A field that a mapping gives stays. "recent" and "window" see the last frames: as many as the budget, if the window
-    has them. Raises `RecipeError` for what is no memory of streams.
+    A field that a mapping gives stays; its `beside` are other fields of a recipe, its `ingest` is the entry's. "recent" and
+    "window" see the last frames: as many as the budget, if the window has them. Raises `RecipeError` for what is no memory
+    of streams.
     """
     found: list[Entry] = []
     for one in names:
         given = {"name": one} if isinstance(one, str) else dict(one)
         name = str(given.get("name"))
         known = getattr(registry("kv").get(name), "__dataclass_fields__", {})
-        label = str(given.pop("label", name))
+        label, ingest = str(given.pop("label", name)), bool(given.pop("ingest", False))
+        beside = given.pop("beside", None)
         for budget in [None] if name in NO_BUDGET else budgets:
             fields: dict[str, Any] = {}
             if "window" in known:
@@ -129,7 +149,7 @@ def entries(
             made = policy("kv", {**fields, **given})
             if not isinstance(made, StreamPolicy):
                 raise RecipeError(f"kv {name!r} cannot hold a stream; name another memory.")
-            found.append(Entry(label, budget, made))
+            found.append(Entry(label, budget, Recipe.load(beside, kv=made), ingest))
     return found
 
 
@@ -142,16 +162,17 @@ def shots(
     kinds: Sequence[str] = KINDS,
     still: float = 0.3,
     fps: float = 1.0,
-    chunk: int | None = None,
     call: int | None = None,
     most: int | None = None,
+    told: int = 0,
     progress: Callable[[int], None] | None = None,
     watched: Callable[[Watch], None] | None = None,
 ) -> Iterator[Shot]:
     """Every question of `kinds` about each world, to every memory. At most `most` questions of a kind and world.
 
-    `still` of the frames stand still; a memory is given `call` frames at a time (None: many); `progress` is told of each
-    frame watched and each question asked, `watched` of each watch when its questions are asked.
+    `still` of the frames stand still; a memory is given `call` frames at a time (None: many), and asked for a caption of at
+    most `told` tokens last; `progress` is told of each frame watched and each question asked, `watched` of each watch when
+    its questions are asked.
     """
     wanted = checked_kinds(kinds, KINDS)
     watches = together(memories)
@@ -159,10 +180,10 @@ def shots(
         asked = _questions(world, wanted, most)
         if not asked or not watches:
             continue
-        footage = Footage(model, processor, world, still)
+        footage = _footage(model, processor, world, still)
         for entries in watches:
-            with Viewing(model, processor, entries[0].kv, chunk) as session:
-                seconds = session.show(footage, fps, progress, call)
+            with Viewing(model, processor, entries[0].recipe) as session:
+                seconds = session.show(footage, fps, progress, call, entries[0].ingest)
                 found = clusterings(world, session.clusters(), session.pace)
                 for entry in entries:
                     session.under(entry.kv)
@@ -171,10 +192,33 @@ def shots(
                         if progress is not None:
                             progress(1)
                 if watched is not None:
-                    name, counters = entries[0].name, session.counters()
-                    watched(
-                        Watch(name, entries[-1].budget, world.seed, world.frames, seconds, counters, found)
-                    )
+                    name, budget = entries[0].name, entries[-1].budget
+                    watched(_watch(session, name, budget, world, seconds, found, told))
+
+
+def _watch(
+    session: Viewing,
+    name: str,
+    budget: int | None,
+    world: World,
+    seconds: float,
+    clusters: dict[str, Clustering],
+    told: int,
+) -> Watch:
+    counters, caption, rate, steps = session.counters(), "", None, None
+    # Twice: on CUDA steps are captured when they are first run.
+    for _ in range(2 if told else 0):
+        answer = session.ask(CAPTION_REQUEST, told, evidence=False)
+        report = session.report()
+        caption, rate = answer.text, answer.tokens_per_s
+        steps = report.draft["target_steps"] / max(1, report.new_tokens - 1)
+    held = session.device_bytes, session.host_bytes, session.report().kept
+    return Watch(
+        name, budget, world.seed, world.frames, seconds, counters, clusters, *held, caption, rate, steps
+    )
+
+
+_footage = lru_cache(maxsize=1)(Footage)
 
 
 def together(memories: Iterable[Entry]) -> list[list[Entry]]:
@@ -186,14 +230,15 @@ def together(memories: Iterable[Entry]) -> list[list[Entry]]:
             for field in fields(entry.kv)
             if field.name not in entry.kv.query_time_fields
         ]
-        found.setdefault((type(entry.kv), *kept), []).append(entry)
+        beside = entry.ingest, repr({**entry.recipe.to_dict(), "kv": None})
+        found.setdefault((type(entry.kv), *kept, *beside), []).append(entry)
     return list(found.values())
 
 
 def _questions(world: World, kinds: Sequence[str], most: int | None) -> list[Question]:
     found = []
     for kind in kinds:
-        some = world.questions([kind])
+        some = world.questions([kind], max(PAIRS, most or 0))
         found += some if most is None else some[:most]
     return found
 

@@ -13,6 +13,7 @@ from mmaccel_lab.tiny.tokenizer import SPECIAL, build_tokenizer
 
 BICUBIC = 3
 MAX_NEW_TOKENS = 600
+FPS = 2.0  # frames a second that are taken of a file: all that a world has, which has one
 
 
 def export(model: Any, spec: Spec, words: Sequence[str], folder: Path, card: str) -> None:
@@ -67,7 +68,9 @@ def processor_files(spec: Spec) -> dict[str, dict[str, Any]]:
             image_grid_pinpoints=[[side, side], [side, 2 * side], [2 * side, side], [2 * side, 2 * side]],
             **common,
         )
-        video = dict(video_processor_type="LlavaOnevisionVideoProcessor", do_sample_frames=False, **common)
+        video = dict(
+            video_processor_type="LlavaOnevisionVideoProcessor", do_sample_frames=False, fps=FPS, **common
+        )
     else:
         pixels = spec.height * spec.width
         common.update(
@@ -81,6 +84,7 @@ def processor_files(spec: Spec) -> dict[str, dict[str, Any]]:
         video = dict(
             video_processor_type="Qwen2VLVideoProcessor",
             do_sample_frames=False,
+            fps=FPS,
             cap_pixels_per_frame=False,
             **common,
         )

@@ -13,6 +13,7 @@ from mmaccel_lab.world.drawing import render
 from mmaccel_lab.world.world import World
 
 FRAMES_AT_ONCE = 64
+COMMENT = "mmaccel world"  # in the file's metadata; the tiny models know it by that (`mmaccel.models.shipped.WORLD`)
 
 
 def write_mp4(
@@ -48,6 +49,7 @@ def write_mp4(
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with av.open(str(partial), "w", format="mp4") as container:
+            container.metadata["comment"] = COMMENT
             stream = container.add_stream("libx264", rate=Fraction(world.fps).limit_denominator(1000))
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
             # x264's macroblock tree reads past a width that 16 does not divide: the same frames gave other files.

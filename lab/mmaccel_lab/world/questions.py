@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from mmaccel_lab.world.world import World
 
 KINDS: tuple[str, ...] = tuple(QUESTIONS)
-PAIRS = 4  # at most this many questions of a kind that asks about two cards
+PAIRS = 4  # at most this many questions of a kind that asks about two cards, unless told otherwise
 
 
 def _question(kind: str, names: Sequence[str], answer: str, frames: Sequence[int]) -> Question:
     return Question(kind, QUESTIONS[kind].format(*names), answer, tuple(frames))
 
 
-def _needle(cards: list[Card], world: World, rng: Random) -> list[Question]:
+def _needle(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
     return [_question("needle", [card.shape], card.colour, [card.frame]) for card in cards]
 
 
-def _order(cards: list[Card], world: World, rng: Random) -> list[Question]:
+def _order(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
     pairs = list(combinations(cards, 2))
     asked = []
-    for first, second in rng.sample(pairs, min(PAIRS, len(pairs))):
+    for first, second in rng.sample(pairs, min(most, len(pairs))):
         names = [first.shape, second.shape]
         if rng.random() < 0.5:
             names.reverse()
@@ -42,14 +42,14 @@ def _order(cards: list[Card], world: World, rng: Random) -> list[Question]:
     return asked
 
 
-def _count(cards: list[Card], world: World, rng: Random) -> list[Question]:
+def _count(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
     shown = len(world.cards)
     if not 1 <= shown <= len(NUMBERS):
         return []
     return [_question("count", [], NUMBERS[shown - 1], [card.frame for card in world.cards])]
 
 
-def _scene(cards: list[Card], world: World, rng: Random) -> list[Question]:
+def _scene(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
     seen, asked = set(), []
     for before, segment in zip((None, *world.segments), world.segments, strict=False):
         if before is not None and segment.scene not in seen:
@@ -59,10 +59,10 @@ def _scene(cards: list[Card], world: World, rng: Random) -> list[Question]:
     return asked
 
 
-def _combine(cards: list[Card], world: World, rng: Random) -> list[Question]:
+def _combine(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
     pairs = list(combinations(cards, 2))
     asked = []
-    for first, second in rng.sample(pairs, min(PAIRS, len(pairs))):
+    for first, second in rng.sample(pairs, min(most, len(pairs))):
         pair = [first, second]
         if rng.random() < 0.5:
             pair.reverse()
@@ -71,7 +71,7 @@ def _combine(cards: list[Card], world: World, rng: Random) -> list[Question]:
     return asked
 
 
-def _after(cards: list[Card], world: World, rng: Random) -> list[Question]:
+def _after(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
     named = set(cards)
     return [
         _question("after", [card.shape], f"{later.shape} in {later.colour}", [card.frame, later.frame])
@@ -80,7 +80,7 @@ def _after(cards: list[Card], world: World, rng: Random) -> list[Question]:
     ]
 
 
-_ASK: dict[str, Callable[[list[Card], World, Random], list[Question]]] = {
+_ASK: dict[str, Callable[[list[Card], World, Random, int], list[Question]]] = {
     "needle": _needle,
     "order": _order,
     "count": _count,
@@ -100,8 +100,9 @@ def checked_kinds(kinds: Sequence[str] | str | None, known: Sequence[str]) -> tu
     return tuple(kind for kind in known if kind in asked)
 
 
-def ask(world: World, kinds: Sequence[str] | str | None) -> list[Question]:
-    """The questions of the given kinds (all when None), grouped in the order of `KINDS`."""
+def ask(world: World, kinds: Sequence[str] | str | None, most: int = PAIRS) -> list[Question]:
+    """The questions of the given kinds (all when None), grouped in the order of `KINDS`; of kinds that ask about two cards
+    `most` at most."""
     wanted = checked_kinds(kinds, KINDS)
     shapes = [card.shape for card in world.cards]
     cards = [card for card in world.cards if shapes.count(card.shape) == 1]
@@ -109,5 +110,5 @@ def ask(world: World, kinds: Sequence[str] | str | None) -> list[Question]:
     return [
         question
         for kind in wanted
-        for question in _ASK[kind](cards, world, Random(world.seed * 16 + 2 + KINDS.index(kind)))
+        for question in _ASK[kind](cards, world, Random(world.seed * 16 + 2 + KINDS.index(kind)), most)
     ]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mmaccel.core.errors import WorldError
-from mmaccel_lab.world.questions import ask
+from mmaccel_lab.world.questions import PAIRS, ask
 from mmaccel_lab.world.records import Card, Question, Segment
 from mmaccel_lab.world.table import make_table
 from mmaccel_lab.world.words import APPEAR, CHANGE, COLOURS, ENDING, NUMBERS, OPENING, SCENES, SHAPES, article
@@ -64,12 +64,12 @@ class World:
             cards = _pairs(rng, frames, 1 + spare // _CARD_WORDS)
         return cls(seed, frames, style, cards, segments)
 
-    def questions(self, kinds: Sequence[str] | str | None = None) -> list[Question]:
-        """Questions of the given kinds (all when None), always in the same order.
+    def questions(self, kinds: Sequence[str] | str | None = None, pairs: int = PAIRS) -> list[Question]:
+        """Questions of the given kinds (all when None), always in the same order; at most `pairs` of a kind about two cards.
 
         Raises `WorldError` for an unknown kind.
         """
-        return ask(self, kinds)
+        return ask(self, kinds, pairs)
 
     def caption(self) -> str:
         """What happens, in order: the opening scene, each card and each change of scene."""

@@ -102,7 +102,7 @@ class Prompt:
     ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream` is what `watch`
     gave, asked the question: `inputs` have its ids alone. In a later turn of a conversation `past` are the columns that the
     target holds, `inputs` are of what comes after them, and `left` is what `DraftState.leave` gave (None: nothing); `lasts`
-    says that `leave` will be asked.
+    says that `leave` will be asked. `deadline` is the call's (`generate.Deadline`), for what reads long to check.
     """
 
     inputs: Mapping[str, Any]
@@ -114,6 +114,7 @@ class Prompt:
     past: Columns | None = None
     left: Any = None
     lasts: bool = False
+    deadline: Any = None
 
 
 class DraftState(ABC):
@@ -171,9 +172,8 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     active  whether this strategy drafts at all
     needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `max_rollback` columns,
-            "memory" that it holds every column of an accelerated model, for the draft to read; "prompt" asks for the
-            prompt's own inputs, pixels included, which a stream has not; "video" for these, or for a stream (`watch`);
-            "trees" a target that verifies trees
+            "memory" that it holds every column of an accelerated model, for the draft to read; "branches" that it takes
+            trees; "prompt" asks for the prompt's own inputs, which no stream has; "video" for these, or a stream (`watch`)
 
     in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled

@@ -77,6 +77,8 @@ class CarefulDraft:
         """Run what may fail with the draft's state; None where it was dropped."""
         try:
             yield self.state
+        except Ended:  # of the call, which ends with the next token
+            self.close()
         except Exception as error:
             self.drop(error)
 
@@ -88,6 +90,7 @@ class CarefulDraft:
             # It is broken already; that it cannot tidy up either is no news.
             with suppress(Exception):
                 draft.close()
+            self._tell(draft)
 
     def _failed(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
@@ -106,6 +109,18 @@ class CarefulDraft:
             except Exception as error:
                 self.left = None
                 self._failed(error)
+            self._tell(draft)
+
+    def _tell(self, draft: DraftState) -> None:
+        """Put what the draft, which is closed, has to tell into the report."""
+        try:
+            self._meter.told(draft.counters(), list(draft.notes()))
+        except Exception as error:
+            message = (
+                f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
+            )
+            self._meter.told({}, [message])
+            warn(f"the draft failed after the answer: {message}.")
 
 
 class Speculation:
@@ -114,7 +129,8 @@ class Speculation:
     `draft` (None: the target goes alone) has begun and `target` has run the prompt, with `first` [1, V] as logits. `stop` is
     asked once for each new token, in order, with all ids up to it [1, S']; the first True ends the sequence at that token,
     inside a verified window too. `emit` gets new tokens [m'] as they are committed; to `rows`, where given, the target's
-    logits [m', V] float32 of these are appended. At the end the target has run all ids but the last.
+    logits [1, V] float32 of each are appended before `stop` is asked about it. At the end the target has run all ids but the
+    last.
 
     A draft that raises is dropped, with a `MmaccelWarning` and a word to the meter, and the target goes on alone: no token
     is lost or changed. The meter counts what verification agreed to, before `stop` cuts.
@@ -151,13 +167,15 @@ class Speculation:
         else:
             committed, kept, judged = self._round()
         grown = torch.cat([self.ids, committed.to(self.ids.device)[None]], 1)
+        if self._rows is not None:
+            self._rows += judged[: committed.numel()].to(torch.float32, copy=True).split(1)  # type: ignore[no-untyped-call]
         for length in range(self.ids.shape[1] + 1, grown.shape[1] + 1):
             self.ended = self._stop(grown[:, :length])
             if self.ended:
                 committed, grown = committed[: length - self.ids.shape[1]], grown[:, :length]
                 break
         if self._rows is not None:
-            self._rows.append(judged[: committed.numel()].to(torch.float32, copy=True))
+            del self._rows[grown.shape[1] - self._prompt.ids.shape[1] :]
         self.ids = grown
         run = self._origin + self.ids.shape[1] - 1
         if run < self._target.length():

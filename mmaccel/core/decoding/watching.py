@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import warn
-from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.errors import DraftError, warn
+from mmaccel.core.memory.kv import Stream, StreamPolicy, StreamState
 from mmaccel.core.prefill.prune import Stage, TokenPruner
+
+SLOW, SLOW_S = 2.0, 20.0
+"""How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +40,8 @@ class Heard:
     tokens  [n] long, ascending: what a layer saw; the unit's number, as all models of a pace count them, times P, plus the
             place in it
     paid    [k, n] float32: the attention that the question paid to each, a mean over its rows, heads and the layers of the
-            group `Stage.attention[k]`; a layer that did not see it paid nothing
+            group `Stage.attention[k]`; a layer that did not see it paid nothing. Of a pruner that reads states it is its
+            score [1, n], moved to be positive
     """
 
     stage: Stage
@@ -52,6 +57,24 @@ class Heard:
             return paid.new_zeros(len(paid), len(wanted))
         at = torch.searchsorted(tokens, wanted).clamp(max=len(tokens) - 1)
         return torch.where(tokens[at] == wanted, paid[:, at], 0.0)
+
+
+class Around:
+    """Lays something round a memory while a question lasts; this one nothing."""
+
+    def __call__(
+        self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
+    ) -> StreamState:
+        """`state`, or what stands in its place. The first `before` rows of the question are no words. `numbers` has for each
+        unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
+        return state
+
+    def ears(self, kind: str) -> dict[str, Any]:
+        """What `StreamModel.run` is to be told of a pass of this kind."""
+        return {}
+
+    def cut(self, tokens: int) -> None:
+        """The memory has gone back to so many tokens of units."""
 
 
 class DraftStream(ABC):
@@ -97,12 +120,14 @@ class DraftStream(ABC):
 class CarefulDraftStream:
     """The draft's stream beside that of a session: its failure ends the draft alone.
 
-    `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has.
+    `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has. One that holds up the
+    stream for more than `SLOW` times what all else takes cannot keep up, and has failed too.
     """
 
     def __init__(self, watch: Callable[[], DraftStream] | None = None) -> None:
         self.stream: DraftStream | None = None
         self.failed = ""
+        self._born, self._held_up_s = time.monotonic(), 0.0
         if watch is not None:
             with self.dropping():
                 self.stream = watch()
@@ -126,8 +151,18 @@ class CarefulDraftStream:
     def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         """Take in frames, if there are any."""
         with self.dropping() as stream:
-            if stream is not None and len(frames):
-                stream.take(frames, times, fps, timed)
+            if stream is None or not len(frames):
+                return
+            began = time.monotonic()
+            stream.take(frames, times, fps, timed)
+            now = time.monotonic()
+            self._held_up_s += now - began
+            others_s = now - self._born - self._held_up_s
+            if self._held_up_s > max(SLOW_S, SLOW * others_s):
+                raise DraftError(
+                    f"it held up the stream for {self._held_up_s:.0f} s where all else took {others_s:.0f} s; give it "
+                    "a cheaper kv, such as no_cache, or leave the draft out"
+                )
 
     def idle(self) -> None:
         """No more frames come for now."""

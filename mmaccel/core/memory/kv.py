@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ class KVView:
     In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries stand at the last
     `n` of them; `query` [B, H, n, D] are the queries as the memory turned them. `bias` [m] float32 is added to the scores of
     the first m keys. `layout` [1, N] says what the columns are, where the recipe's pattern may choose among them: the
-    same object for all layers of a pass.
+    same object for all layers that show as many of each kind. There is no bias then.
     """
 
     key: Tensor
@@ -109,6 +109,9 @@ class KVState(ABC):
     def wrote(self, count: int) -> None:
         """The `count` columns after those held were written to the `buffers` of all layers."""
         raise ModelError(f"{type(self).__name__} is not written in place.")
+
+    follows: ClassVar[bool] = False
+    """Whether it is a part of the recipe's own memory, so that a pruner has been at work."""
 
     def lacks(self, layer: int) -> int:
         """How many of the columns of the sequence `layer` does not hold, all of them of the prompt."""
@@ -191,8 +194,10 @@ class StreamPass:
     words    rows ``words[0] .. words[1]`` of a question are the user's own words; by their queries memories are searched
     room     columns that may follow a question as its answer
     weigh    whether `evidence` is asked for after a question, so that what weighs it has to be kept
+    layout   [1, rows - pending] of the rows of a question behind those of units, where the recipe's pattern may plan them:
+             its views have a layout then; None: they are dense
     branches  the tree that the rows of an answer are: they stand at their depth, and see their own branches; None: a chain.
-             Only where the memory `allows_branches`
+             Only where the memory's policy `allows_branches`
     """
 
     kind: Literal["head", "units", "proxy", "question", "answer"]
@@ -205,6 +210,7 @@ class StreamPass:
     words: tuple[int, int] = (0, 0)
     room: int = 0
     weigh: bool = True
+    layout: TokenLayout | None = None
     branches: Branches | None = None
 
 
@@ -247,8 +253,6 @@ class StreamState(KVState):
     whose keys are on the device.
     """
 
-    allows_branches: bool = False
-    """Whether the rows of an answer may be a tree (`StreamPass.branches`), of which `accept` then keeps one path."""
     recalls_alike: bool = False
     """Whether all layers show a question the same tokens of the same units."""
 
@@ -313,6 +317,10 @@ class StreamState(KVState):
         """Told, while a question runs, that of the columns before it only `columns` [k] of the view of `layer` are seen, for
         a pruner drops the rest: `evidence` weighs these alone."""
 
+    def listed(self, layer: int, rows: int) -> None:
+        """Told, while a question runs, that its first `rows` rows saw at `layer` what a pattern listed of its view:
+        `evidence` weighs the others alone."""
+
     def set_query_fields(self, policy: StreamPolicy) -> None:
         """Answer from now on as a memory of `policy` does, which differs from its own in `query_time_fields` alone."""
 
@@ -352,8 +360,9 @@ class FrameState(StreamState):
         """Take in frames [n * pace, 3, H, W], whole units, in the order of the stream."""
 
     @abstractmethod
-    def pick(self) -> list[tuple[int, Tensor]]:
-        """The units to run for a question: number and frames [pace, 3, H, W], ascending."""
+    def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
+        """The units to run for a question: number and frames [pace, 3, H, W], ascending. `paid` are what a target's question
+        paid to units by number, where this is the memory of a draft that was told; empty: not known."""
 
     @abstractmethod
     def fresh(self) -> StreamState:
@@ -369,18 +378,24 @@ class StreamPolicy(KVPolicy):
     clip     units that go through the layers together; None leaves it to the session
     query_time_fields  fields that matter at a question alone: what is kept of a stream is the same for all their values
     ingests  takes in stored videos by `VideoSession.ingest` (`StreamState.begin_ingest`), under a sparse pattern too
+    allows_branches  the rows of an answer may be a tree (`StreamPass.branches`), of which `accept` then keeps one path
     """
 
     sequences: ClassVar[bool] = False
     allows_sparse: ClassVar[bool] = False
     clip: ClassVar[int | None] = None
     ingests: ClassVar[bool] = False
+    allows_branches: ClassVar[bool] = False
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         raise RecipeError(
             f"kv {self.name!r} is a memory of video streams; call generate, or use a VideoSession."
         )
+
+    def for_layers(self, share: float) -> StreamPolicy:
+        """The memory of a share of the layers, where these lie on several devices: it has that share of budgets in bytes."""
+        return self
 
     @abstractmethod
     def stream(

@@ -22,7 +22,7 @@ from mmaccel.core.adapter import Branches
 from mmaccel.core.decoding.replay import COMPILE, Compiled
 from mmaccel.core.errors import warn
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.memory.kv import KVView
+from mmaccel.core.memory.kv import KVView, StreamState
 from mmaccel.core.prefill.plan import AttentionPlan, check_sizes, numbered
 from mmaccel.core.prefill.prune import PrefillPass, Probe
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
@@ -127,6 +127,7 @@ class ForwardPass(PrefillPass):
     stream    whether the memory alone says what rows see: its view's columns are 0 .. N - 1, the last ones are new
     check     called at each layer; what it raises breaks the pass off
     pruning   what a pruner of the target's prompt keeps of the pass, for its cuts between layers
+    meter     counts it; None: that of `config`
     """
 
     config: AttentionConfig
@@ -137,6 +138,7 @@ class ForwardPass(PrefillPass):
     stream: bool = False
     check: Callable[[], None] | None = None
     pruning: object = None
+    meter: Meter | None = None
     ends: tuple[int, ...] | None = None
     """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
 
@@ -258,10 +260,8 @@ class ForwardPass(PrefillPass):
         return tails
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[B, H, n, D]: attention of the new columns.
-
-        query [B, H, n, D]; key, value [B, G, N, D]: all keys, or anything when a memory has taken them in.
-        """
+        """[B, H, n, D]: attention of the new columns, query [B, H, n, D]; key, value [B, G, N, D]: all keys, or anything
+        when a memory has taken them in."""
         if self.check is not None:
             self.check()
         view = KVView(key, value) if self.state is None else self.state.view(layer, query)
@@ -279,11 +279,9 @@ class ForwardPass(PrefillPass):
         return self._attend(layer, view, query, key, value, scale)
 
     def _over(self, layout: TokenLayout, rows: int) -> ForwardPass:
-        """This pass of a stream as one of a prompt over the columns of `layout`, the last `rows` of which are new; one for
-        all layers. No row of it is the prompt's last."""
+        """This pass of a stream as one of a prompt over the columns of `layout`, of which the last `rows` are new."""
         if id(layout) not in self._told:
-            start, rest = layout.length - rows, self.config.recipe.dense_tail
-            self._told[id(layout)] = replace(self, layout=layout, start=start, rest=rest, prefill=True)
+            self._told[id(layout)] = replace(self, layout=layout, start=layout.length - rows, prefill=True)
         return self._told[id(layout)]
 
     def _attend(
@@ -298,6 +296,8 @@ class ForwardPass(PrefillPass):
         self._count(layer, plan, view, query)
         if plan is None:
             return self._dense(view, query, key, value, scale)
+        if isinstance(self.state, StreamState):
+            self.state.listed(layer, self._tails[0][1])
         assert self.config.kernel is not None
         out, _ = attend_plan(plan, query, key, value, scale, self.config.kernel)
         for some, begin, end in self._tails:
@@ -396,4 +396,4 @@ class ForwardPass(PrefillPass):
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = dense
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))
-        self.config.meter.attention(layer, names, listed, causal)
+        (self.meter or self.config.meter).attention(layer, names, listed, causal)

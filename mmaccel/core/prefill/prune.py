@@ -57,8 +57,7 @@ class PrefillPass:
 
 
 class Probe:
-    """Reads what the layers of one pass compute, and belongs to the pass, so that passes of other threads do not reach it.
-    Override what is to be read; an error raised here ends the pass."""
+    """Reads what the layers of one pass compute, and no other; an error raised here ends it. Override what is to be read."""
 
     def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
         """`hidden` [B, n, E], the new columns of `run`, enters `layer`; where `layer` is the number of layers, it leaves
@@ -212,7 +211,8 @@ class ScorePruner(QuotaPruner):
         """[m]: the worth of the candidates, which stand in columns `at` [m] of `layout`."""
 
     def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
-        return best(self.score(signals, layout, at), count)
+        told = signals.get("score")  # [S]: of a stream (`core.streams.listening`)
+        return best(self.score(signals, layout, at) if told is None else told[at], count)
 
 
 def checked_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:

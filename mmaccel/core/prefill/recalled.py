@@ -31,10 +31,6 @@ class AroundMemory(StreamState):
         self._start = self._tail = 0
 
     @property
-    def allows_branches(self) -> bool:  # type: ignore[override]
-        return self.state.allows_branches
-
-    @property
     def recalls_alike(self) -> bool:  # type: ignore[override]
         return self.state.recalls_alike
 
@@ -58,6 +54,9 @@ class AroundMemory(StreamState):
 
     def seen_only(self, layer: int, columns: Tensor) -> None:
         self.state.seen_only(layer, columns)
+
+    def listed(self, layer: int, rows: int) -> None:
+        self.state.listed(layer, rows)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         self.state.append(layer, key, value)
@@ -195,10 +194,13 @@ class RecallPruning(AroundMemory):
             columns = torch.cat([left, columns[base:]])
             layout = thin(layout, columns)
         if self.pruner.candidates(layout).numel():
-            signals = Signals(attention=torch.stack(attention)) if attention else Signals()
+            signals = self._signals(attention)
             kept = self.pruner.keep(signals, layout, stage, total)
             columns = columns[checked_columns(self.pruner, kept, layout)]
         return columns[: len(columns) - self._tail]
+
+    def _signals(self, attention: list[Tensor]) -> Signals:
+        return Signals(attention=torch.stack(attention)) if attention else Signals()
 
     def _tell(self, layer: int, first: int) -> None:
         """Count what `layer` shows, and tell the memory, whose evidence weighs that alone."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import DraftStream, Heard
+from mmaccel.core.decoding.watching import Around, DraftStream, Heard
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import StreamPolicy
@@ -67,12 +67,12 @@ class LocalDraftStream(DraftStream):
         pruned = self._prune is not None and heard is not None
         self._guided = Guided(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
-    def read(self) -> QuestionRunner:
-        """Run the question that was asked: what goes on after it, until `done`."""
+    def read(self, deadline: Deadline | None = None) -> QuestionRunner:
+        """Run the question that was asked: what goes on after it, until `done`; raises `Ended` at the deadline."""
         if self._live is None or self._asked is None:
             raise ModelError("the draft has seen no frame, or was asked nothing.")
-        self._live.around = self._guided
-        return self._question.enter_context(self._live.asked(*self._asked, weigh=False))
+        self._live.around = self._guided or Around()
+        return self._question.enter_context(self._live.asked(*self._asked, weigh=False, deadline=deadline))
 
     def done(self) -> None:
         self._asked = None

@@ -2,33 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.watching import Heard
-from mmaccel.core.layout import TokenLayout
-from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamState
-from mmaccel.core.prefill.prune import Stage, TokenPruner, paid
+from mmaccel.core.decoding.watching import Around, Heard
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, paid
 from mmaccel.core.prefill.recalled import AroundMemory, RecallPruning
 
 
-class Around(Protocol):
-    """Lays something round a memory while a question lasts, the first `before` rows of which are no words. `numbers` has for
-    each unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
+class Listening(Around):
+    """Lays a `StreamListener` round the memory of each question to a target of `depth` layers, for a draft's `pruner`.
 
-    def __call__(
-        self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
-    ) -> StreamState: ...
-
-
-class Listening:
-    """Lays a `StreamListener` round the memory of each question to a target of `depth` layers, for a draft's `pruner`."""
+    For a pruner that reads states, those that entered its layers are kept on the host for each token of units, as they came:
+    ``states[layer]``, pieces [n, E].
+    """
 
     def __init__(self, pruner: TokenPruner, depth: int) -> None:
         (self._stage,), self._made = pruner.stages(depth), list[StreamListener]()
+        self._pruner = pruner
+        self.states: dict[int, list[Tensor]] = {layer: [] for layer in self._stage.hidden}
+        self._asked: dict[int, Tensor] = {}
+
+    def ears(self, kind: str) -> dict[str, Any]:
+        def note(layer: int, hidden: Tensor) -> None:
+            if kind == "units":
+                self.states[layer].append(hidden[0].detach().cpu())
+            else:
+                self._asked[layer] = hidden[0].detach()
+
+        heard = self.states if kind in ("units", "question") else ()
+        return {"ears": {layer: partial(note, layer) for layer in heard}} if heard else {}
+
+    def kept(self, layer: int) -> Tensor:
+        """[n, E] what entered `layer`, of all tokens of units."""
+        if len(self.states[layer]) > 1:
+            self.states[layer] = [torch.cat(self.states[layer])]
+        return self.states[layer][0] if self.states[layer] else torch.zeros(0, 1)
+
+    def cut(self, tokens: int) -> None:
+        self.states = {layer: [self.kept(layer)[:tokens]] if tokens else [] for layer in self.states}
+
+    def _score(self, unit: int, words: tuple[int, int] | None, tokens: Tensor) -> Tensor:
+        """[1, n] what the pruner thinks of `tokens` [n] of units, by their states and those of the question's words."""
+        if any(len(self.kept(layer)) <= int(tokens[-1]) for layer in self.states):
+            raise ModelError(
+                f"prune {self._pruner.name!r} did not hear the frames that were read before; watch them under this recipe."
+            )
+        first, end = words or (0, None)
+        asked = [self._asked[layer][first:end] for layer in self._stage.hidden]
+        shown = [self.kept(layer)[tokens.cpu()].to(tokens.device) for layer in self._stage.hidden]
+        hidden = torch.stack([torch.cat(pair) for pair in zip(shown, asked, strict=True)])
+        count, home = len(tokens), tokens.device
+        is_video = torch.arange(hidden.shape[1], device=home) < count
+        frame = torch.nn.functional.pad(tokens // unit, (0, len(is_video) - count), value=-1)
+        layout = TokenLayout.build(torch.where(is_video, VIDEO, TEXT)[None], frame=frame[None])
+        at = torch.arange(count, device=home)
+        score: Tensor = self._pruner.score(Signals(hidden=hidden), layout, at)  # type: ignore[attr-defined]
+        return (score - score.amin() + 1)[None].float()
 
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
@@ -39,11 +76,12 @@ class Listening:
     def heard(self) -> Heard | None:
         """What the question that ran last attended to; None: none did. Asked once."""
         made, self._made = self._made, []
-        return made[0].heard() if made else None
+        return made[0].heard(self._score if self.states else None) if made else None
 
 
 class StreamListener(AroundMemory):
-    """The memory `state`, whose question's attention to units is collected where `stage` reads it.
+    """The memory `state`, whose question's attention to units is collected where `stage` reads it; where that reads states,
+    which tokens of units any layer sees.
 
     The layers that are read run without captured steps while the question is read, and with them from its first token on.
     A pruner of the target drops out of what is shown after this: what it drops has been heard.
@@ -56,6 +94,12 @@ class StreamListener(AroundMemory):
         self._stage, self._stream, self._before, self._numbers = stage, stream, before, numbers
         self._layers = {layer for group in stage.attention for layer in group}
         self._heard: dict[int, tuple[Tensor, Tensor]] = {}
+        self._words: tuple[int, int] | None = None
+
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        super().begin_pass(stream_pass)
+        if stream_pass.kind == "question":
+            self._words = stream_pass.words
 
     def _listens(self, layer: int) -> bool:
         return self._pass is not None and self._pass.kind == "question" and layer in self._layers
@@ -65,25 +109,32 @@ class StreamListener(AroundMemory):
 
     def view(self, layer: int, query: Tensor) -> KVView:
         view = self.state.view(layer, query)
-        if self._listens(layer):
+        sees = bool(self._stage.hidden) and self._pass is not None and self._pass.kind == "question"
+        if self._listens(layer) or sees:
             base, first = view.key.shape[2] - self._tail, self._stream.head + self.state.summaries(layer)
             tokens, rows = self.state.seen(layer), self._tail - self._before
             if tokens is not None and len(tokens) == base - first > 0:
+                if sees:
+                    self._heard[layer] = tokens, tokens
+                    return view
                 key, turned = view.key[0], query if view.query is None else view.query
                 at = torch.arange(key.shape[1] - rows, key.shape[1], device=key.device)
                 looks = paid(turned[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
                 self._heard[layer] = tokens.to(key.device), looks.mean(0)[first:base]
         return view
 
-    def heard(self) -> Heard:
-        """What was heard of the question."""
+    def heard(self, score: Callable[..., Tensor] | None = None) -> Heard:
+        """What was heard of the question; `score` makes something else of the tokens that were seen."""
         groups, unit = self._stage.attention, self._stream.unit
         if not self._heard:
-            return Heard(self._stage, unit, torch.zeros(0, dtype=torch.long), torch.zeros(len(groups), 0))
+            none, rows = torch.zeros(0, dtype=torch.long), 1 if score else len(groups)
+            return Heard(self._stage, unit, none, torch.zeros(rows, 0))
         home = next(iter(self._heard.values()))[0].device
         parts = {layer: (tokens.to(home), looks.to(home)) for layer, (tokens, looks) in self._heard.items()}
         tokens = torch.unique(torch.cat([one for one, _ in parts.values()]))
         out = torch.zeros(len(groups), len(tokens), device=home)
+        if score is not None:
+            out = score(unit, self._words, tokens)
         for n, group in enumerate(groups):
             for layer in group:
                 if layer in parts:
@@ -93,12 +144,20 @@ class StreamListener(AroundMemory):
         return Heard(self._stage, unit, numbers[tokens // unit] * unit + tokens % unit, out)
 
 
-class Guided:
-    """Lays a `GuidedRecall` round the memory of a draft for one question; `counts` are what it showed."""
+class Guided(Around):
+    """Lays a `GuidedRecall` round the memory of a draft for one question.
+
+    counts  what it showed
+    paid    what the target's question paid to each unit that it saw, by number
+    """
 
     def __init__(self, pruner: TokenPruner, heard: Heard) -> None:
         self._pruner, self._heard = pruner, heard
         self.counts: dict[str, float] = {}
+        units, paid = (heard.tokens // heard.unit).tolist(), heard.paid.sum(0).tolist()
+        self.paid = dict.fromkeys(units, 0.0)
+        for number, weight in zip(units, paid, strict=True):
+            self.paid[number] += weight
 
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
@@ -129,6 +188,9 @@ class GuidedRecall(RecallPruning):
         self._heard, self._numbers = heard, numbers
         self._stages, self._first = {0: heard.stage}, 0
         self.counts |= {"visual from layer 0": 0.0}
+
+    def _signals(self, attention: list[Tensor]) -> Signals:
+        return Signals(score=attention[0][0]) if self._heard.stage.hidden else super()._signals(attention)
 
     def _drop(self, layer: int, view: KVView, query: Tensor, layout: TokenLayout, alike: bool) -> None:
         tokens, unit = self.state.seen(layer), self._stream.unit

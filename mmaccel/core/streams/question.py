@@ -10,14 +10,36 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Runner
-from mmaccel.core.attach import StreamAdapter, StreamModel
+from mmaccel.core.attach import Question, StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
-from mmaccel.core.decoding.watching import CarefulDraftStream
-from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.decoding.watching import Around, CarefulDraftStream
+from mmaccel.core.errors import warn
+from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import StreamPass, StreamState
+from mmaccel.core.prefill.attention import MIN_ROWS
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.listening import Around, Listening
+from mmaccel.core.streams.listening import Listening
+
+WATCHED = (
+    "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest and on questions of "
+    f"{MIN_ROWS} tokens and more"
+)
+
+
+def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.device) -> TokenLayout | None:
+    """[1, rows] what the rows of the question `asking` are, those of a video's marks first, where the pattern of `recipe`
+    may plan some of them."""
+    if recipe.sparse.dense or rows < MIN_ROWS or rows <= recipe.dense_tail:
+        return None
+    count = len(asking.ids)
+    own = TokenLayout.text(1, count, device) if asking.layout is None else asking.layout
+    return (
+        TokenLayout.build(own.modality.new_full((1, rows - count), VIDEO)).append(own)
+        if rows > count
+        else own
+    )
 
 
 @dataclass(eq=False)
@@ -44,7 +66,7 @@ class QuestionRunner(Runner):
     evidence: Callable[[], tuple[Evidence, ...]]
     question: str
     beside: CarefulDraftStream
-    around: Around | None
+    around: Around
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
@@ -53,14 +75,13 @@ class QuestionRunner(Runner):
         Raises `Ended` when the deadline passes before the last layer.
         """
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
-        hidden = self.run(self.state, stream_pass, embeds, few=True, check=self.deadline.check)
+        how = {"check": self.deadline.check, "meter": self.meter}
+        hidden = self.run(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
         return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
-        if more and not self.state.allows_branches:
-            raise ModelError("draft: this kv takes chains, not trees; choose a draft that proposes chains.")
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
         hidden = self.run(self.state, stream_pass, self.adapter.words(ids[0]), few=True, **more)
         return self.adapter.logits(hidden)[None]
@@ -115,25 +136,28 @@ class QuestionRunner(Runner):
 
         def emit(new: Tensor) -> None:
             """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
-            self.meter.token(new.numel())
+            meter.token(new.numel())
             tokens.extend(token for token in new.tolist() if token not in ends)
             if put is not None:
                 text(whole=False)
 
-        draft = CarefulDraft(self.meter)
+        meter = self.meter.sequence()
+        draft = CarefulDraft(meter)
         try:
             with beside.dropping() as stream:
                 if stream is not None:
                     heard = self.around.heard() if isinstance(self.around, Listening) else None
                     stream.ask(self.question, most, *([] if heard is None else [heard]))
-            prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream)
+            prompt = Prompt(
+                {"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream, deadline=self.deadline
+            )
             if beside.failed:
-                self.meter.draft_failed(beside.failed)
+                meter.draft_failed(beside.failed)
             elif strategy.active:
                 with draft.dropping():
                     draft.state = strategy.open(adapter.view)
                     draft.state.begin(prompt)
-            speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=self.meter)
+            speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
         finally:
             draft.close()
             with beside.dropping() as stream:

@@ -14,7 +14,9 @@ from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
+from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.streams.listening import Listening
 from mmaccel.core.streams.stream_runner import StreamInfo, StreamRunner
 
 FILM, MEMORY = "film.safetensors", "memory"
@@ -53,9 +55,15 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
         "times": torch.tensor(info.times, dtype=torch.float64),
         "marks": info.marks,
     }
-    checkpoint_io.write_tensors(
-        folder / FILM, tensors if info.pending is None else {**tensors, "pending": info.pending}
+    if info.pending is not None:
+        tensors["pending"] = info.pending
+    states = (
+        {n: live.around.kept(n) for n in live.around.states} if isinstance(live.around, Listening) else {}
     )
+    # A memory of frames has no states between questions.
+    heard = {n: kept for n, kept in states.items() if len(kept) == len(info.spans) * info.unit > 0}
+    tensors |= {f"heard {layer}": kept for layer, kept in heard.items()}
+    checkpoint_io.write_tensors(folder / FILM, tensors)
     return {
         "model": adapter.signature(),
         "dtype": _name(adapter.dtype),
@@ -68,6 +76,7 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
         "units": len(info.spans),
         "marks": info.marks.shape[0],
         "pending": 0 if info.pending is None else info.pending.shape[0],
+        "heard": sorted(heard),
     }
 
 
@@ -102,9 +111,15 @@ def read_stream(
             )
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
             live.stream.places.told(0, live.info.shown(0))
-        live.state.load(data / MEMORY)
+        load_stream(live.state, data / MEMORY)
         if (units := live.state.units()) != facts["units"]:
             raise damaged(data, f"the memory holds {units} units of {facts['units']}")
+        if isinstance(live.around, Listening) and facts.get("heard") == sorted(live.around.states) != []:
+            shape, kind = (units * facts["unit"], adapter.view.geometry.hidden), adapter.dtype
+            for layer in live.around.states:
+                wanted: checkpoint_io.Wanted = {f"heard {layer}": (shape, kind)}
+                film = checkpoint_io.read_tensors(data / FILM, wanted, torch.device("cpu"))
+                live.around.states[layer] = [*film.values()]
     except BaseException:
         live.state.close()
         raise

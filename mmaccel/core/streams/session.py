@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -58,8 +59,7 @@ class VideoSession:
         self._live: StreamRunner | None = None
         self._meter = Meter()
         self._lock = threading.RLock()
-        self._cancelled = threading.Event()
-        self._closed = False
+        self._cancelled, self._closed = threading.Event(), False
 
     @classmethod
     def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
@@ -204,7 +204,7 @@ class VideoSession:
     def _take(
         self, how: How, clip: Clip, given: Given, done: int, progress: Progress | None, deadline: Deadline
     ) -> int:
-        count, live = clip.frames.shape[0], self._live
+        count, live, watched = clip.frames.shape[0], self._live, 0
         shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
         if live is None:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
@@ -212,11 +212,13 @@ class VideoSession:
             live.beside = self._beside()
 
         def tell(through: int) -> None:
+            nonlocal watched
+            some, watched = slice(watched, through), through
+            live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed)
             if progress is not None:
                 progress(done + through, None if clip.part else done + count)
 
         taken = live.take(clip.frames, shown, tell, deadline, ingest=how == "ingest")
-        live.beside.take(clip.frames[:taken], shown[:taken], clip.fps, live.info.timed)
         if not self.frames:
             live.close()
             self._live = None
@@ -295,12 +297,9 @@ class VideoSession:
             ):
                 text, ids, reason = asked.decode(self.recipe.draft, most, put)
                 self._meter, report = asked.meter, self._told(asked.meter)
-                counters, draft = report.kv, report.draft
+                counters, draft = dict(report.kv), report.draft
                 if draft["rounds"]:
-                    counters = counters | {
-                        "drafted": float(draft["proposed"]),
-                        "accepted": float(draft["accepted"]),
-                    }
+                    counters |= {"drafted": float(draft["proposed"]), "accepted": float(draft["accepted"])}
                 speed = report.ttft_s or 0.0, report.tokens_per_s
                 return Answer(text, ids, *speed, asked.evidence(), counters, reason)
         except Ended as end:
@@ -330,16 +329,18 @@ class VideoSession:
         """What is in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.
 
         prompt_tokens are the columns of the stream, as its memory counts them, and of the question; `kv` counts what the
-        memory holds now; kept and patterns are those of the last `ingest` under a pattern; peak_bytes are since the last
-        reset on CUDA. Before the first answer the figures of one are 0 or None.
+        memory holds now; kept and patterns are those of the last `ingest` under a pattern and of the question; peak_bytes
+        are since the last reset on CUDA. Before the first answer the figures of one are 0 or None.
         """
         return self._told(self._meter)
 
     def _told(self, meter: Meter) -> Report:
         own, device = self._stream_adapter.attention, self._stream_adapter.device
-        meter.planned(own.meter)
+        whole = replace(meter, listed={}, causal={}, names={}, notes=[])
+        for one in (own.meter, meter):
+            whole.planned(one)
         why = "" if own.choice is None else own.choice.why
-        return meter.report(self.recipe.to_dict(), own.backend, self.counters(), device, why)
+        return whole.report(self.recipe.to_dict(), own.backend, self.counters(), device, why)
 
     def clusters(self) -> dict[str, Tensor]:
         """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.
@@ -363,10 +364,8 @@ class VideoSession:
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
         with self._working():
-            before, self._live = (
-                self._live,
-                session_io.load(Path(path), self._stream_adapter, self.recipe, self._kv, self._beside),
-            )
+            given = self._stream_adapter, self.recipe, self._kv, self._beside
+            before, self._live = self._live, session_io.load(Path(path), *given)
             if before is not None:
                 before.close()
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,20 +15,19 @@ from torch import Tensor
 
 from mmaccel.core.attach import Clip, StreamModel
 from mmaccel.core.decoding.generate import Deadline, Evidence
-from mmaccel.core.decoding.watching import CarefulDraftStream
+from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.listening import Around, Listening
-from mmaccel.core.streams.question import QuestionRunner
+from mmaccel.core.streams.listening import Listening
+from mmaccel.core.streams.question import WATCHED, QuestionRunner, planned_rows
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
 ROWS = 1 << 15
 """Tokens of a pass of an ingestion where the recipe has no `chunk`."""
-
-WATCHED = "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest"
 
 
 @dataclass(eq=False)
@@ -64,18 +63,18 @@ class StreamRunner:
 
     def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
-        self.adapter, self.kv, self.info = adapter, kv, info
+        self.adapter, self.kv, self.info, self.beside = adapter, kv, info, CarefulDraftStream()
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
-        self.beside = CarefulDraftStream()
         pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
-        self.around: Around | None = None if pruner is None else Listening(pruner, depth)
-        self._warned = self._full = self._ingests = False
-        self._pruned: dict[str, float] = {}
+        self.around = Around() if pruner is None else Listening(pruner, depth)
+        self._warned, self._full, self._ingests, self._pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.places(info.size, fps), adapter.head().numel()
         self.stream = Stream(unit=info.unit, head=head, pace=adapter.pace, places=places, dtype=adapter.dtype)
-        self.state = kv.stream(self.stream, adapter.view.geometry, adapter.view, adapter.device)
+        one = len(set(adapter.layer_devices)) == 1
+        opened = kv.stream if one else partial(split_stream, kv, adapter.layer_devices)
+        self.state = opened(self.stream, adapter.view.geometry, adapter.view, adapter.device)
 
     @classmethod
     def begin(
@@ -188,7 +187,9 @@ class StreamRunner:
             start += count * pace
         self._units(state, features)
 
-    def _units(self, state: StreamState, features: Tensor, times: Sequence[float] | None = None) -> None:
+    def _units(
+        self, state: StreamState, features: Tensor, times: Sequence[float] | None = None, **how: Any
+    ) -> None:
         total, done, info = features.shape[0], 0, self.info
         if info.timed and times is None:
             self.stream.places.told(state.units(), info.shown(state.units()))
@@ -202,7 +203,7 @@ class StreamRunner:
             stream_pass = StreamPass(
                 kind="units", rows=rows, first=first, count=count, times=shown, look=look
             )
-            self.run_pass(state, stream_pass, part.flatten(0, 1))
+            self.run_pass(state, stream_pass, part.flatten(0, 1), **how)
             done += count
             if "proxy" in self.kv.needs:
                 self.run_pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
@@ -220,6 +221,7 @@ class StreamRunner:
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
+        how |= self.around.ears(stream_pass.kind)
         state.begin_pass(stream_pass)
         hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
         state.end_pass()
@@ -244,8 +246,9 @@ class StreamRunner:
         pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
         before = pending + info.marks.shape[0]
         rows, words = before + len(asking.ids), (before + asking.words[0], before + asking.words[1])
+        planned = planned_rows(adapter.attention.recipe, asking, rows - pending, adapter.device)
         stream_pass = StreamPass(
-            kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh
+            kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh, layout=planned
         )
         if info.timed and not isinstance(state, FrameState):
             # Those of the units that the memory has not taken in yet.
@@ -265,15 +268,14 @@ class StreamRunner:
         deadline.check()
         evidence, shows = state.evidence, list(range(len(info.spans)))
         if isinstance(state, FrameState):
-            state, evidence = self._picked(state, deadline)
+            state, evidence = self._picked(state, deadline, meter)
             shows = list(evidence())
         prune = adapter.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
         depth, seen = adapter.view.geometry.layers, before + asking.visual
         pruned = None
-        if self.around is not None:
-            numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
-            state = self.around(state, self.stream, seen, numbers)
+        numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
+        state = self.around(state, self.stream, seen, numbers)
         if acts is not None and (acts.stage == "layer" or acts.glance is not None):
             state = pruned = RecallPruning(state, acts, self.stream, depth, seen)
         parts = [info.marks, asking.embeds]
@@ -294,22 +296,21 @@ class StreamRunner:
             yield runner
 
     def _picked(
-        self, state: FrameState, deadline: Deadline
+        self, state: FrameState, deadline: Deadline, meter: Meter
     ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
-        fresh, picked, info = state.fresh(), state.pick(), self.info
+        fresh, picked, info = state.fresh(), state.pick(getattr(self.around, "paid", {})), self.info
+        self.around.cut(0)
         self._head(fresh)
-        self.adapter.attention.meter.clear()
         if self.kv.ingests:
             fresh.begin_ingest()
         for at in range(0, len(picked), self._bulk):
             deadline.check()
             some = picked[at : at + self._bulk]
-            # Each clip of the stream may have had a size of its own.
-            alike = itertools.groupby((one for _, one in some), _size)
+            alike = itertools.groupby((one for _, one in some), _size)  # each clip may have had its own size
             runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
             times = [info.shown(number, 1)[0] for number, _ in some]
-            self._units(fresh, torch.cat(runs), times)
+            self._units(fresh, torch.cat(runs), times, meter=meter)
         fresh.idle()
         return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
 
@@ -328,13 +329,13 @@ class StreamRunner:
         return self.state.checkpoint(), replace(info), len(info.spans), len(info.times), self.beside.mark()
 
     def back(self, mark: Any) -> None:
-        """As it was at `mark`."""
+        """As it was at `mark`, since when lists have only grown."""
         memory, info, spans, times, beside = mark
-        # The lists have only grown.
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
         self.beside.back(beside)
+        self.around.cut(self.state.units() * info.unit)
 
     def counters(self) -> dict[str, float]:
         """Those of the memory, and what a pruner left of all units, or of what the last question recalled."""
@@ -389,8 +390,7 @@ def moments(
     """Ascending seconds of `count` frames that follow one at `last`; `strict`: those given are not moved."""
     step = 1 / fps if fps else 1.0
     if given is None:
-        start = 0.0 if last is None else last + step
-        return [start + i * step for i in range(count)]
+        return [(0.0 if last is None else last + step) + i * step for i in range(count)]
     rising = all(a < b for a, b in itertools.pairwise(given))
     if not rising or (strict and last is not None and given[0] <= last):
         after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"

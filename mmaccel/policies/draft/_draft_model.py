@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.layout import TokenLayout
@@ -201,8 +202,10 @@ class PeerState(DraftState):
         if self._runner is None:
             raise DraftError(f"{self._choice.name}: the draft is closed; open a new one for each sequence.")
         if self._unread is not None:
+            deadline = self._unread.deadline or Deadline()
+            deadline.check()
             if isinstance(self._stream, LocalDraftStream):
-                self._runner = self._stream.read()
+                self._runner = self._stream.read(deadline)
             else:
                 self._tell(self._unread)
                 self._read()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, draw, resize
-from mmaccel.core.errors import check_least
+from mmaccel.core.errors import RecipeError, check_least, shown
 from mmaccel.core.registry import register
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
 
@@ -30,15 +30,22 @@ class Sequential(PeerStrategy):
 
     model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
+    confidence  a window ends before a token whose likeliest choice has less than this probability, 0 to 1; the first is
+            drafted in any case; what was drawn decides nothing, so that sampling stays exact
     prune   a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     kv      the memory of the draft's own stream, in a session; null: one like the target's
     """
 
     window: int = 5
+    confidence: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, 1, "window")
+        if isinstance(self.confidence, bool) or not 0 <= self.confidence <= 1:
+            raise RecipeError(
+                f"{self.name}: confidence is {shown(self.confidence)}; give a probability, 0 to 1."
+            )
 
     @property
     def max_rollback(self) -> int:
@@ -68,16 +75,21 @@ class Drafter(PeerState):
             return Proposal.empty()
         self._mark = self._open().length() + self._pending.numel()
         ids, feed, rows = self._ids, self._pending, []
-        for _ in range(count):
+        drafted = 0
+        while drafted < count:
             logits = self._step(feed)
-            if self._warp is None:
+            self._pending, self._fed = self._pending[:0], drafted
+            row = None if self._warp is None else self._warp(ids, logits)
+            least = self._choice.confidence if drafted else 0.0
+            if least and (logits.float().softmax(-1) if row is None else row).max() < least:
+                break
+            if row is None:
                 feed = logits.argmax(-1, keepdim=True)
             else:
-                rows.append(self._warp(ids, logits))
-                feed = draw(rows[-1], self._generator)
-            ids = torch.cat([ids, feed])
-        self._pending, self._fed = self._pending[:0], count - 1
-        self._drafted += count
+                rows.append(row)
+                feed = draw(row, self._generator)
+            ids, drafted = torch.cat([ids, feed]), drafted + 1
+        self._drafted += drafted
         return Proposal(ids[self._ids.numel() :], q=torch.stack(rows) if rows else None)
 
     def observe(self, committed: Tensor, kept: int) -> None:

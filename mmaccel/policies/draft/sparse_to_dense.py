@@ -16,6 +16,7 @@ from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Propo
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, check_least, shown
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.memory.kv import KVState, KVView
+from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.prune import PrefillPass, Probe, best, observers, quota
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import FullState
@@ -29,7 +30,8 @@ class SparseToDense(DraftStrategy):
     In the prompt's pass each key/value head of each layer chooses the video columns that the question attends to most; all
     text stays. What is drafted leaves no trace: after each verification the draft goes on from the target's own keys and
     values. After Sparse-to-Dense (arXiv 2505.19155), which does not print how columns are scored: the mean attention of the
-    question's rows, by head, is our reading. Needs no second model; kv must be full.
+    question's rows, by head, is our reading. Needs no second model; kv must be full. Of a pruned prompt each layer chooses
+    among the columns that it holds.
 
     window     tokens drafted a round
     retention  share of the video's columns that each head keeps
@@ -64,13 +66,15 @@ class _Memory(FullState):
     """
 
     in_place = False
+    follows = True
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
         self._prompt = self._gone = 0
+        self._chosen = [0] * layers
 
     def take(self, dense: KVState, chosen: list[Tensor], length: int) -> None:
-        """The columns `chosen` [G, n] of each layer, out of the first `length` of `dense`."""
+        """The columns `chosen` [G, n] of each layer, out of those it holds of the first `length` of `dense`."""
         buffers: list[tuple[Tensor, Tensor] | None] = []
         for layer, columns in enumerate(chosen):
             view = dense.view(layer, torch.empty(0))
@@ -78,13 +82,15 @@ class _Memory(FullState):
             buffers.append((view.key.gather(2, at), view.value.gather(2, at)))
         # All layers or none: a gather may run out of memory.
         self._buffers, self._prompt, self._gone = buffers, length, length - chosen[0].shape[1]
-        self._counts = [chosen[0].shape[1]] * len(buffers)
+        self._chosen = [columns.shape[1] for columns in chosen]
+        self._counts = list(self._chosen)
 
     def follow(self, dense: KVState, length: int) -> None:
         """After a verification: the dense columns from the prompt's end to `length`, in the place of what was drafted."""
         for layer in range(len(self._buffers)):
-            view, new = dense.view(layer, torch.empty(0)), slice(self._prompt, length)
-            self._counts[layer] = self._prompt - self._gone
+            view, lacks = dense.view(layer, torch.empty(0)), dense.lacks(layer)
+            new = slice(self._prompt - lacks, length - lacks)
+            self._counts[layer] = self._chosen[layer]
             self.append(layer, view.key[:, :, new], view.value[:, :, new])
 
     def view(self, layer: int, query: Tensor) -> KVView:
@@ -139,7 +145,9 @@ class _Sparse(DraftState, Probe):
                 self._fault = error
 
     def _score(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
-        rows = self._asked[(self._asked >= start) & (self._asked < start + query.shape[2])]
+        held = self._held(layer)
+        asked = self._asked if held is None else torch.searchsorted(held, self._asked)
+        rows = asked[(asked >= start) & (asked < start + query.shape[2])]
         if not rows.numel():
             return
         rows = rows.to(key.device)
@@ -147,10 +155,18 @@ class _Sparse(DraftState, Probe):
         later = torch.arange(key.shape[2], device=key.device) > rows[:, None]
         weights = torch.einsum("ghnd,gmd->ghnm", group, key[0].float()) * scale
         paid = weights.masked_fill(later, -math.inf).softmax(-1).mean((1, 2))
-        held = self._scores.get(layer)
-        if held is not None:
-            paid[:, : held.shape[1]] += held
+        before = self._scores.get(layer)
+        if before is not None:
+            paid[:, : before.shape[1]] += before
         self._scores[layer] = paid
+
+    def _held(self, layer: int) -> Tensor | None:
+        """The columns of the prompt that a pruner has left `layer`; None: all."""
+        dense = self._dense
+        if not isinstance(dense, PrunedKVState):
+            return None
+        held = dense.held_by(dense.part_of(layer), self._layout.length)
+        return None if held is None else held.to(self._asked.device)
 
     def observe(self, committed: Tensor, kept: int) -> None:
         if self._runner is None:
@@ -168,10 +184,12 @@ class _Sparse(DraftState, Probe):
         if dense is None or len(self._scores) < layers:
             raise DraftError("sparse_to_dense: the target's prompt was not seen; give the whole prompt.")
         video = self._layout.modality[0] == VIDEO
-        at, rest = video.nonzero()[:, 0], (~video).nonzero()[:, 0]
-        count = max(quota(self._choice.retention, at.numel()), min(1, at.numel()))
         chosen = []
         for layer in range(layers):
+            held = self._held(layer)
+            shown = video if held is None else video[held]
+            at, rest = shown.nonzero()[:, 0], (~shown).nonzero()[:, 0]
+            count = max(quota(self._choice.retention, at.numel()), min(1, at.numel()))
             scores = self._scores[layer].to(at.device)
             heads = [torch.cat([rest, at[best(score[at], count)]]).sort().values for score in scores]
             chosen.append(torch.stack(heads))

@@ -34,7 +34,7 @@ class Tree(PeerStrategy):
     paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One beam, from an empty
     cache.
 
-    On a stream the memory has to take trees (`StreamState.allows_branches`), as all of ours do.
+    On a stream the memory has to take trees (`StreamPolicy.allows_branches`), as all of ours do.
 
     model  folder or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each
@@ -43,7 +43,7 @@ class Tree(PeerStrategy):
     kv     the memory of the draft's own stream, in a session; null: one like the target's
     """
 
-    needs: ClassVar[frozenset[str]] = PeerStrategy.needs | {"trees"}
+    needs: ClassVar[frozenset[str]] = PeerStrategy.needs | {"branches"}
 
     shape: str = "static"
     depth: int = 5

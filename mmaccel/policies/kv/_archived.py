@@ -7,7 +7,7 @@ the prefetch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -75,6 +75,9 @@ class HostPolicy(StreamPolicy):
         check_least(self, 0, "host_bytes")
         why = "" if "drop_oldest" in self.spills else ", for it keeps everything"
         check_choice(self.name, "spill", self.spill, self.spills, why)
+
+    def for_layers(self, share: float) -> StreamPolicy:
+        return self if self.host_bytes is None else replace(self, host_bytes=int(self.host_bytes * share))
 
     def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
         """An empty store of a stream's units."""

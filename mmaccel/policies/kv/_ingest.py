@@ -12,16 +12,51 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
-from mmaccel.policies.kv._window import Bases, Pair, PassState, Ring
+from mmaccel.policies.kv._window import Pair, PassState, Ring
 from mmaccel.policies.kv.store.slabs import host_available
 
 SHARE = 0.5
 """Of the memory that is free when an ingestion begins: the rest is for a pass's own values and for the index."""
 
-
 RUN = 16
 """Units that leave together when an ingestion has ended."""
+
+MOST = 1 << 16
+"""Units between two bases at most, where their places pass no limit."""
+
+
+class Bases:
+    """What to take from the slots of units (`PositionIds`), their numbers where they come evenly, so that places stay within
+    the model's limit while a window is encoded.
+
+    Places are the true ones up to the last unit that fits under the limit. From there on a base is subtracted, a multiple
+    of `every`, which is the same for all chunks; only the distance to the head changes with it, not those in the window.
+    `reach` is how many units stand at true places under the limit. Before the window `spare` units find places of their own.
+    """
+
+    def __init__(self, places: PositionIds, window: int, spare: int = 0) -> None:
+        low, high = 0, 1
+        while high < MOST and places.span(high) < places.limit:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if places.span(middle) < places.limit else (low, middle)
+        self._places, self.window, self.reach = places, window + spare, low
+        # Spare units take no place that a window of up to half the limit has without them.
+        self.every = max(low - self.window, window - spare, 1)
+
+    def of(self, unit: int) -> int:
+        """The base for the queries of a unit."""
+        return int(self._places.at(max(0, unit - self.window)) // self.every * self.every)
+
+    def same(self, unit: int, count: int) -> int:
+        """How many of `count` units from `unit` on have its base."""
+        if self._places.even:
+            return min(count, self.of(unit) + self.every + self.window - unit)
+        base = self.of(unit)
+        return next((some for some in range(1, count) if self.of(unit + some) != base), count)
 
 
 class Ingested:

@@ -19,8 +19,9 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import Stream, StreamPass
 from mmaccel.policies.kv._index import Found, Index, closed_up, summary_positions, unit_positions
+from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
-from mmaccel.policies.kv._window import Angles, Asked, Bases, Look, Pair, words_of
+from mmaccel.policies.kv._window import Angles, Asked, Look, Pair, words_of
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import in_units, on_device
 
@@ -121,7 +122,7 @@ class ArchivedMemory(StreamMemory):
         if encoded:
             self.prefetcher.tally()
         retrieved = torch.stack(encoded) if encoded else None
-        self.index.arrived(stream_pass.look, list(self._new.values()), retrieved)
+        self.index.arrived(stream_pass.look, [*self._new.values()], retrieved)
         # Until passes retrieve, the host clusters what came before while the device still computes this one.
         self.index.digest(keep=1)
         super()._move(stream_pass)
@@ -199,8 +200,7 @@ class ArchivedMemory(StreamMemory):
         def finish() -> tuple[Tensor, ...]:
             """What was brought is kept in the cache; all of it is turned."""
             if code is not None:
-                kept = raw[:, :, few : few + recalled * unit]
-                self.prefetcher.keep(layer, found.entries, kept)
+                self.prefetcher.keep(layer, found.entries, raw[:, :, few : few + recalled * unit])
             self.rope.apply_(raw[:1], angles)
             return ()
 
@@ -222,7 +222,8 @@ class ArchivedMemory(StreamMemory):
         more, budget = self._count - self._begin, self.budget
         now = self.index.prepare(self._begin)
         reps = self._left[layer] if self._left else 0
-        again = bool(self._first) and len(now.entries) > budget
+        planned = self._stream_pass is not None and self._stream_pass.layout is not None
+        again = bool(self._first) and len(now.entries) > budget and not planned
         if again and self.replays.works and reps:
             # Clusters come and go with every question: a replay has places for some more, which nobody sees.
             reps = min(-(-reps // STEP) * STEP, self.index.room)
@@ -374,8 +375,7 @@ class ArchivedMemory(StreamMemory):
         self.store.cut(first)
 
     def nbytes(self) -> int:
-        parts = self.index, self.prefetcher, self.store
-        return super().nbytes() + sum(part.nbytes() for part in parts)
+        return super().nbytes() + sum(one.nbytes() for one in (self.index, self.prefetcher, self.store))
 
     def counters(self) -> dict[str, float]:
         own = {

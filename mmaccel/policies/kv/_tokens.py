@@ -52,6 +52,7 @@ class TokenPolicy(StreamPolicy):
     """
 
     ingests: ClassVar[bool] = True
+    allows_branches: ClassVar[bool] = True
 
     frames: int = 64
     positions: Literal["original", "compact"] = "original"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, check_choice, check_least
-from mmaccel.core.layout import TEXT, VIDEO, PositionIds, TokenLayout
+from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.prefill.prune import paid
 
@@ -36,9 +36,6 @@ OWN = 1 / 6
 WEIGHTS = 1 << 24
 """Attention weights in float32 that are there at a time."""
 
-MOST = 1 << 16
-"""Units between two bases at most, where their places pass no limit."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedPolicy(StreamPolicy):
@@ -54,6 +51,7 @@ class WindowedPolicy(StreamPolicy):
     """
 
     ingests: ClassVar[bool] = True
+    allows_branches: ClassVar[bool] = True
 
     window: int = 76
     local: int = 8
@@ -73,38 +71,6 @@ class WindowedPolicy(StreamPolicy):
         ingest = None if self.ingest_frames is None else stream.units(self.ingest_frames)
         units = {"window": stream.units(self.window), "local": stream.units(self.local), "ingest": ingest}
         return {**units, "positions": self.positions}
-
-
-class Bases:
-    """What to take from the slots of units (`PositionIds`), their numbers where they come evenly, so that places stay within
-    the model's limit while a window is encoded.
-
-    Places are the true ones up to the last unit that fits under the limit. From there on a base is subtracted, a multiple
-    of `every`, which is the same for all chunks; only the distance to the head changes with it, not those in the window.
-    `reach` is how many units stand at true places under the limit. Before the window `spare` units find places of their own.
-    """
-
-    def __init__(self, places: PositionIds, window: int, spare: int = 0) -> None:
-        low, high = 0, 1
-        while high < MOST and places.span(high) < places.limit:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if places.span(middle) < places.limit else (low, middle)
-        self._places, self.window, self.reach = places, window + spare, low
-        # Spare units take no place that a window of up to half the limit has without them.
-        self.every = max(low - self.window, window - spare, 1)
-
-    def of(self, unit: int) -> int:
-        """The base for the queries of a unit."""
-        return int(self._places.at(max(0, unit - self.window)) // self.every * self.every)
-
-    def same(self, unit: int, count: int) -> int:
-        """How many of `count` units from `unit` on have its base."""
-        if self._places.even:
-            return min(count, self.of(unit) + self.every + self.window - unit)
-        base = self.of(unit)
-        return next((some for some in range(1, count) if self.of(unit + some) != base), count)
 
 
 class Ring(NamedTuple):
@@ -160,7 +126,7 @@ class PassState(StreamState):
         self.rope = Rope(model, stream.dtype)
         self._stream_pass: StreamPass | None = None
         self._new: dict[int, Pair] = {}
-        self._ingests, self._columns = False, dict[int, TokenLayout]()
+        self._ingests, self._columns = False, dict[tuple[int, int], TokenLayout]()
         self._headed = self._count = self._extra = self._pending = self._last = 0
 
     def _cut(self, columns: int) -> None:
@@ -225,16 +191,20 @@ class PassState(StreamState):
     def idle(self) -> None:
         self._ingests = False
 
-    def _layout(self, columns: int) -> TokenLayout | None:
-        """What the `columns` columns of a view are while units are ingested: the head, and units by rank."""
-        if not self._ingests or self._stream_pass is None or self._stream_pass.kind != "units":
+    def _layout(self, columns: int, few: int = 0) -> TokenLayout | None:
+        """What the `columns` columns of a view are where a pattern may choose among them: the head, `few` summary tokens,
+        units by rank, a question's pending ones among them, and its other rows."""
+        stream_pass = self._stream_pass
+        tail = None if stream_pass is None else stream_pass.layout
+        if tail is None and not (self._ingests and stream_pass is not None and stream_pass.kind == "units"):
             return None
-        if columns not in self._columns:
-            place = torch.arange(columns, device=self.device)[None] - self.stream.head
-            frame = (place // self.stream.unit).clamp_min(-1)
-            modality = torch.where(place < 0, TEXT, VIDEO)
-            self._columns[columns] = TokenLayout.build(modality, frame=frame)
-        return self._columns[columns]
+        if (columns, few) not in self._columns:
+            rows = columns - (0 if tail is None else tail.length)
+            place = torch.arange(rows, device=self.device)[None] - self.stream.head
+            frame = ((place - few) // self.stream.unit).clamp_min(-1)
+            layout = TokenLayout.build(torch.where(place < 0, TEXT, VIDEO), frame=frame)
+            self._columns[columns, few] = layout if tail is None else layout.append(tail)
+        return self._columns[columns, few]
 
     def _forget_question(self) -> None:
         self._break_off()
@@ -314,12 +284,13 @@ class Rows:
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
-        self._first = self._count = 0
+        self._first = self._count = self._listed = 0
         self._kept = True
 
     def begin(self, stream_pass: StreamPass) -> None:
         """A question comes."""
         self._rows, self._first, self._count = {}, words_of(stream_pass)[0], stream_pass.rows
+        self._listed = 0
         self._kept = stream_pass.weigh
 
     def at(self, layer: int, query: Tensor, slot: CacheSlot, turned: bool) -> None:
@@ -339,6 +310,10 @@ class Rows:
             if row.slot.bias is not None:
                 bias[: len(row.slot.bias)] += row.slot.bias
             self._rows[layer] = row._replace(slot=replace(row.slot, bias=bias))
+
+    def listed(self, rows: int) -> None:
+        """What its first `rows` rows saw a pattern listed: of them it is not known what they got of what."""
+        self._listed = max(self._listed, rows)
 
     def hold(self) -> None:
         """The question is through all layers."""
@@ -360,9 +335,11 @@ class Rows:
 
         Attention rollout (Abnar and Zuidema, 2020): behind each layer a row is made of what it was, what it gets of units,
         and what it gets of rows before it as these were. Its own part is such that `OWN` of it is left behind all layers.
-        `units_of` (layer, shares [n, N]) gives [n, U], what units get of what columns behind the head get.
+        `units_of` (layer, shares [n, N]) gives [n, U], what units get of what columns behind the head get. What comes by
+        rows that a pattern listed for is left out; where these are all, nothing is known.
         """
-        if not self._rows:
+        first = max(self._first, self._listed)
+        if not self._rows or first >= self._count:
             return None
         own = OWN ** (1 / len(self._rows))
         # From the last layer down, for the last row alone: every row of a long question has a part of every unit.
@@ -372,13 +349,14 @@ class Rows:
             if not turned:
                 angles = slot.angles[0][:, :, self._first :], slot.angles[1][:, :, self._first :]
                 query = rope.apply(query[None], angles)[0]
+            query = query[:, first - self._first :]
             got = attention(query, slot.key[0, :, : slot.column + self._count], slot.bias)
             if weight is None:
                 weight = got.new_zeros(1, len(got))
                 weight[:, -1] = 1
             come = weight @ got
             made = made + (1 - own) * units_of(layer, come[:, head : slot.column])[0]
-            weight = own * weight + (1 - own) * come[:, slot.column + self._first :]
+            weight = own * weight + (1 - own) * come[:, slot.column + first :]
         assert isinstance(made, Tensor)
         return made / made.sum().clamp_min(torch.finfo(torch.float32).tiny)
 

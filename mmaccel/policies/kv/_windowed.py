@@ -34,7 +34,7 @@ class StreamMemory(IngestState):
     stays on the device; how many they are the host knows.
     """
 
-    allows_branches = recalls_alike = True
+    recalls_alike = True
 
     def __init__(
         self,
@@ -204,7 +204,9 @@ class StreamMemory(IngestState):
         self.rope.apply_(query, slot.angles)
         if stream_pass.kind == "question":
             self._rows.at(layer, query, slot, turned=True)
-        return KVView(slot.key[:, :, : own.stop], slot.value[:, :, : own.stop], query=query, bias=slot.bias)
+        layout = self._layout(own.stop, self._asked[layer].few)
+        key, value = (side[:, :, : own.stop] for side in (slot.key, slot.value))
+        return KVView(key, value, query=query, bias=slot.bias, layout=layout)
 
     def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> Asked:
         """What the question of `stream_pass`, with raw queries [1, H, n, D], sees at a layer before its own columns."""
@@ -317,6 +319,9 @@ class StreamMemory(IngestState):
 
     def seen_only(self, layer: int, columns: Tensor) -> None:
         self._rows.seen_only(layer, columns)
+
+    def listed(self, layer: int, rows: int) -> None:
+        self._rows.listed(rows)
 
     def _looked(self) -> dict[int, Look]:
         """What each layer of the question looked at."""

@@ -35,6 +35,7 @@ class Full(StreamPolicy):
     sequences: ClassVar[bool] = True
     allows_sparse: ClassVar[bool] = True
     ingests: ClassVar[bool] = True
+    allows_branches: ClassVar[bool] = True
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return FullState(geometry.layers)
@@ -189,7 +190,7 @@ class WholeStream(PassState):
     `_keep_path` keeps some of them.
     """
 
-    allows_branches = recalls_alike = True
+    recalls_alike = True
 
     @abstractmethod
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,12 +31,16 @@ class NoCache(StreamPolicy):
     rounded down; then every second one goes, and every second one that comes is taken, and so on, so that the choice is
     made among at least ``kept / 2`` evenly spaced ones.
 
+    As the memory of a draft whose pruner reads attention it takes, of those kept, the frames that the target's question
+    attended to most: the draft then runs nothing while frames come, and reads what the target retrieved when asked.
+
     frames  run at a question
     kept    on the host at most; at least twice `frames`
     """
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames"})
     ingests: ClassVar[bool] = True
+    allows_branches: ClassVar[bool] = True
 
     frames: int = 64
     kept: int = 4096
@@ -80,9 +85,16 @@ class _Frames(FrameState):
                 self._stride *= 2
                 self._held = {n: held for n, held in self._held.items() if n % self._stride == 0}
 
-    def pick(self) -> list[tuple[int, Tensor]]:
+    def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
         numbers = list(self._held)
         count = min(self.budget, len(numbers))
+        if paid:
+            # A unit that is held stands for those up to the next one.
+            sums = dict.fromkeys(numbers, 0.0)
+            for number, weight in paid.items():
+                sums[number // self._stride * self._stride] += weight
+            best = sorted(numbers, key=lambda number: -sums[number])[:count]
+            return [(number, self._held[number]) for number in sorted(best) if sums[number]]
         last = len(numbers) - 1
         chosen = [i * last // (count - 1) for i in range(count)] if count > 1 else [last] * count
         return [(numbers[i], self._held[numbers[i]]) for i in chosen]

@@ -32,6 +32,7 @@ class Offload(HostPolicy):
 
     exact: ClassVar[bool] = True
     ingests: ClassVar[bool] = True
+    allows_branches: ClassVar[bool] = True
     spills: ClassVar[tuple[Spill, ...]] = ("refuse", "disk")
 
     def stream(

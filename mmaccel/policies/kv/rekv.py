@@ -118,7 +118,7 @@ class ReKV(ArchivedPolicy):
     After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a unit is
     represented by its mean key before rotation, a question by its mean query; each layer takes the best `frames`, in order
     of time and with consecutive positions, and keeps them for the answer. As in the paper's code no local window is seen by
-    a question (``local = 0``). It departs from it where the head stands while encoding (see `_window.Bases`), in one pass
+    a question (``local = 0``). It departs from it where the head stands while encoding (see `_ingest.Bases`), in one pass
     over the question instead of two, and runs no language head while encoding.
     """
 

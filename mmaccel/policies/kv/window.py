@@ -40,6 +40,7 @@ class Window(StreamPolicy):
     sequences: ClassVar[bool] = True
     allows_sparse: ClassVar[bool] = True
     ingests: ClassVar[bool] = True
+    allows_branches: ClassVar[bool] = True
     sinks: int = 4
     window: int = 1024
     margin: int = 64

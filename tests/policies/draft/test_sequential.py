@@ -34,10 +34,17 @@ from tests.core.toy import (
 
 
 def run(
-    rule: Rule, small: Rule, said: Prompt, length: int, window: int, vocab: int, theirs: int = 0
+    rule: Rule,
+    small: Rule,
+    said: Prompt,
+    length: int,
+    window: int,
+    vocab: int,
+    theirs: int = 0,
+    **more: float,
 ) -> tuple:
     model = ToyModel(small, theirs or vocab)
-    draft = Sequential(model=model, window=window).open(view(rule, vocab))
+    draft = Sequential(model=model, window=window, **more).open(view(rule, vocab))
     target, meter = ToyRunner(rule), Meter()
     draft.begin(said)
     ids = speculate(
@@ -156,7 +163,8 @@ def test_a_draft_of_another_padding(theirs: int, sampling: bool) -> None:
     assert sum(accepted for _, accepted in meter.rounds) > 0.7 * sum(proposed for proposed, _ in meter.rounds)
 
 
-def test_sampled_triples_have_the_targets_joint_distribution() -> None:
+@pytest.mark.parametrize("confidence", [0.0, 0.5])
+def test_sampled_triples_have_the_targets_joint_distribution(confidence: float) -> None:
     def warp(ids: Tensor, logits: Tensor) -> Tensor:
         return torch.softmax(logits / 0.7, -1)
 
@@ -164,7 +172,9 @@ def test_sampled_triples_have_the_targets_joint_distribution() -> None:
     large, small = Triples(vocab, 5), Triples(vocab, 6)
     counts = torch.zeros(vocab, vocab, vocab, dtype=torch.long)
     for _ in range(10):
-        ids, *_ = run(large, small, prompt([0], warp=warp, generator=g), 1 + 3 * chunk, 2, vocab)
+        ids, *_ = run(
+            large, small, prompt([0], warp=warp, generator=g), 1 + 3 * chunk, 2, vocab, confidence=confidence
+        )
         counts += count_triples(torch.tensor(ids[1:]).view(-1, 3), vocab)
     assert g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.7, -1))) > 1e-4
 
@@ -245,3 +255,27 @@ def test_a_closed_draft_says_so() -> None:
 def test_lookback_covers_a_whole_window() -> None:
     assert Sequential(model=nn.Linear(1, 1), window=7).max_rollback == 8
     assert "rollback" in Sequential.needs
+
+
+@given(st.integers(0, 9999), st.floats(0.05, 1.0))
+def test_a_window_ends_where_the_draft_is_not_sure(seed: int, confidence: float) -> None:
+    table, small = random_table(6, seed), random_table(6, seed + 1)
+    small[:3] = table[:3]
+    said = prompt([4, 2, 5])
+    ids, meter, _, draft = run(bigram(table), bigram(small), said, 30, 4, 6, confidence=confidence)
+    assert ids == alone(bigram(table), [4, 2, 5], lambda ids: ids.shape[1] >= 30)
+    sure, at = small.softmax(-1).amax(-1) >= confidence, 3
+    for proposed, accepted in meter.rounds[:-1]:
+        token, want = ids[at], 1
+        token = int(small[token].argmax())
+        while want < 4 and sure[token]:
+            token, want = int(small[token].argmax()), want + 1
+        assert proposed == want
+        at += accepted + 1
+    assert draft.counters()["drafted"] == sum(proposed for proposed, _ in meter.rounds)
+
+
+def test_confidence_is_a_probability() -> None:
+    for wrong in (-0.1, 1.5, True):
+        with pytest.raises(RecipeError, match=r"confidence is .*; give a probability"):
+            Sequential(model="x", confidence=wrong)

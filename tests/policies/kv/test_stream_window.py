@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.layout import PositionIds
-from mmaccel.policies.kv._window import Bases
+from mmaccel.policies.kv._ingest import Bases
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
 
 HEAD = 5

@@ -51,7 +51,7 @@ def model(family: str) -> Any:
 def test_it_drafts_and_changes_no_token(
     family: str, model: Any, strategy: str, target: str, pruner: str
 ) -> None:
-    """How the draft proposes does not depend on the pair; all pairs of every strategy: test_combinations, slow."""
+    """How the draft proposes does not depend on the pair; all pairs of every strategy: test_matrix, slow."""
     inputs = prompt(family, PROMPTS["video"])
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     fields = {"model": copy.deepcopy(model), "prune": DRAFTS[pruner], "window": 3}

@@ -1,0 +1,108 @@
+"""`mmaccel recommend`: the preset to take for a video and its questions, with predicted seconds and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Annotated, Any
+
+from rich.table import Table
+from typer import Option
+
+from mmaccel.cli.choices import Json
+from mmaccel.cli.console import out, print_json, say
+from mmaccel.core import costs
+from mmaccel.core.errors import RecipeError
+from mmaccel.policies.kv.store.slabs import host_total
+
+SHARES = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def size(text: str, option: str) -> int:
+    """Bytes of such as 24GB or 22.5GiB; raises `RecipeError`."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2].upper() not in SHARES or not float(found[1]):
+        raise RecipeError(f"{option}: {text!r} is not a size; give one such as 24GB or 22.5GiB.")
+    return int(float(found[1]) * SHARES[found[2].upper()])
+
+
+def recommend(
+    minutes: Annotated[float, Option(help="Length of the video, or of the stream kept.", min=0.01)] = 10.0,
+    questions: Annotated[int, Option(help="Questions about it.", min=1)] = 1,
+    memory: Annotated[str | None, Option(help="Memory of the device, as 24GB (all of it).")] = None,
+    host_memory: Annotated[str | None, Option(help="Memory of the host, as 64GB (this one's).")] = None,
+    fps: Annotated[float, Option(help="Frames a second to look at.", min=0.001)] = 0.5,
+    frames: Annotated[int | None, Option(help="So many frames, in place of minutes and fps.", min=1)] = None,
+    frame_size: Annotated[str, Option(help="Height x width of frames, as 252x448.")] = "252x448",
+    model: Annotated[
+        str, Option(help="A folder, a shipped or hub name, or a shape; no weights are read.")
+    ] = "qwen2.5-vl-7b",
+    draft: Annotated[str | None, Option(help="A draft model, named alike; presets with one need it.")] = None,
+    device: Annotated[
+        str, Option(help="cpu, cuda or cuda:N, measured in some seconds; or h100, h200.")
+    ] = "auto",
+    live: Annotated[bool, Option("--live/--stored", help="Frames of a camera, or of a file.")] = False,
+    answer_tokens: Annotated[int, Option(help="Tokens of an answer.", min=1)] = 64,
+    lossless: Annotated[
+        bool, Option("--lossless", help="Presets that say what the plain model says.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Which preset to take for a video and its questions: predicted seconds and memory of each, and whether it fits."""
+    import torch
+
+    from mmaccel.models.recommend import device_of, sizes_of
+    from mmaccel.models.recommend import recommend as run
+
+    given = re.fullmatch(r"(\d+)x(\d+)", frame_size)
+    if not given:
+        raise RecipeError(f"--frame-size: {frame_size!r} is not HEIGHTxWIDTH; give one such as 252x448.")
+    height, width = int(given[1]), int(given[2])
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    dtype = torch.float32 if name == "cpu" else torch.bfloat16
+    sizes = sizes_of(model, (height, width), dtype)
+    other = None if draft is None else sizes_of(draft, (height, width), dtype)
+    rates = device_of(name, sizes)
+    work = costs.Work(
+        frames=frames or max(1, round(minutes * 60 * fps)),
+        questions=questions,
+        answer=answer_tokens,
+        live=live,
+        memory=rates.memory if memory is None else size(memory, "--memory"),
+        host=host_total() if host_memory is None else size(host_memory, "--host-memory"),
+    )
+    found = run(sizes, work, rates, lossless=lossless, draft=other)
+    if as_json:
+        presets: dict[str, Any] = {
+            name: _told(one) | _fits(found.lacks[name]) for name, one in found.costs.items()
+        }
+        told = {"take": found.name, "why": found.why, "device": rates.name, "frames": work.frames}
+        print_json({**told, "presets": presets, "cannot": found.unfit})
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("preset", "first answer", "a question", "tokens/s", "device", "host", ""):
+        table.add_column(title, justify="left" if title in ("preset", "") else "right")
+    for preset, one in found.costs.items():
+        device_lacks, host_lacks = found.lacks[preset]
+        lacks = [
+            f"{n / 1e9:.1f} GB {where}"
+            for n, where in ((device_lacks, "of device"), (host_lacks, "of host"))
+            if n
+        ]
+        asked = f"{one.question_s:.2g} s" if one.session else ""
+        seconds = f"{one.first_s:.3g} s", asked, f"{1 / one.token_s:.3g}"
+        held = f"{one.device_bytes / 1e9:.1f} GB", f"{one.host_bytes / 1e9:.1f} GB"
+        table.add_row(preset, *seconds, *held, f"lacks {' and '.join(lacks)}" if lacks else "fits")
+    out().print(table)
+    for preset, why in found.unfit.items():
+        say(f"{preset}: no, for {why}.")
+    say(f"\ntake {found.name}: {found.why}" if found.name else f"\n{found.why}")
+
+
+def _told(one: costs.Cost) -> dict[str, Any]:
+    fields = {f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.name != "work"}
+    return {"first_s": one.first_s, **fields, "total_s": one.total_s}
+
+
+def _fits(lacks: tuple[int, int]) -> dict[str, Any]:
+    return {"fits": lacks == (0, 0), "lacks_device_bytes": lacks[0], "lacks_host_bytes": lacks[1]}

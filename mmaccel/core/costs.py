@@ -1,0 +1,307 @@
+"""What a video and its questions cost under a recipe: seconds and bytes, from sizes of a model and rates of a device.
+
+Nothing is fitted. A model's sizes are counted (`Sizes`), a device's rates measured once, in a few seconds, or known
+(`DEVICES`). Each term is work over a rate:
+
+products   2 FLOPs for each weight and row, at the rate of a large product of that width
+pairs      causal query-key pairs at what attention costs here (`select.Costs`), dense, or listed by the recipe's pattern
+traffic    what norms, gates, rotations and copies read and write, at the rate of a copy
+launches   starting the operators of a layer: beside the device's work on CUDA, before it on a CPU
+decode     weights and shown keys and values read once a token
+wire       recalled keys and values from the host
+
+Letters: n rows of a pass, N columns that they see, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mmaccel.core.layout import VIDEO, TokenLayout
+from mmaccel.core.prefill.attention import MIN_ROWS
+from mmaccel.core.rates import Device, Sizes
+from mmaccel.core.recipe import Recipe
+
+STEP_S, RETRIEVE_S, ANSWER_S = 16e-6, 6e-4, 4e-5
+"""Seconds of a layer that CUDA replays: of a step (steps_h200: 4.05 ms where weights and keys take 3.6), of a question that
+retrieves (stream_h200: 21.7 ms with one frame), and of its answer."""
+TOLD = 3.7
+"""Tokens that a step gives where a draft's windows of 5 are kept to 0.8, as benchmarks replay it."""
+EAGER, ASKED, SEARCHED = 2.4, 2, 3
+"""A layer under a recipe or in a session starts so many times what a plain one does, for hooks and the memory (steps of the
+tiny models after 30 frames); a question starts as much as so many passes of one row, with its words and what its answer
+rests on, and as so many where it retrieves."""
+TOKEN_S = 4e-4
+"""The host's part of a token: the choice, the text."""
+HIDDEN = 0.6
+"""Of the wire's seconds, hidden behind layers by the prefetch (stream_h200: 15 ms of a question's 26)."""
+ROWS, PATCHES, UNITS, ROOM, SLAB = 1 << 15, 1 << 14, 16, 8192, 1 << 28
+"""Rows of a pass of an ingestion and of a feed-forward block, patches of a tower's call, units of a pass of
+live frames, the most
+columns that a buffer grows ahead, and bytes that a host store takes at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is to be done: frames of a video or a stream, questions of `words` tokens each, answers of `answer` tokens.
+
+    live    frames come from a camera, and are watched
+    memory, host  bytes of the device and of the host that may be used
+    told    tokens that a step of the target gives with the recipe's draft; None: `TOLD` by a draft model, else 1
+    """
+
+    frames: int
+    questions: int = 1
+    answer: int = 64
+    words: int = 40
+    live: bool = False
+    memory: int
+    host: int
+    told: float | None = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds to read the video, to a question's first token, and of each token after it; bytes on device and host at most.
+
+    session  whether it is a session's, and not a call of `generate`
+    """
+
+    read_s: float
+    question_s: float
+    token_s: float
+    device_bytes: int
+    host_bytes: int
+    session: bool
+    work: Work
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first token of the first answer, the video read before; of a stream it is read as it comes."""
+        return self.question_s + (0.0 if self.work.live else self.read_s)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of everything, one question after the other."""
+        return self.read_s + self.work.questions * self.asked_s
+
+    @property
+    def asked_s(self) -> float:
+        """Seconds of a question with its whole answer."""
+        return self.question_s + self.work.answer * self.token_s
+
+
+def cost(recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes | None = None) -> Cost:
+    """What `work` costs. A memory of sequences serves one question by `generate` and more in a session; `draft`: the sizes
+    of the recipe's draft model, which reads the video too."""
+    return _Estimate(recipe, sizes, work, device, draft).cost()
+
+
+class _Estimate:
+    """The terms of one recipe on one model."""
+
+    def __init__(self, recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes | None) -> None:
+        self.recipe, self.sizes, self.work, self.device, self.draft = recipe, sizes, work, device, draft
+        self.kv: Any = recipe.kv
+        self.session = work.live or work.questions > 1 or not recipe.kv.sequences
+        self.archived = hasattr(recipe.kv, "frames")
+        self.units = -(-work.frames // sizes.pace)
+        self.size = sizes.dtype.itemsize
+        self.other: _Estimate | None = None
+        if draft is not None:
+            # A session's draft watches the frames; in `generate` it reads what its pruner leaves of each unit.
+            share = (
+                1.0
+                if self.session or recipe.draft.pruner is None
+                else getattr(recipe.draft.pruner, "retention", 1.0)
+            )
+            draft = replace(draft, tokens=max(1, round(draft.tokens * share)))
+            self.other = _Estimate(
+                Recipe(kv=recipe.kv), draft, replace(work, live=self.session), device, None
+            )
+
+    def cost(self) -> Cost:
+        read, question, token = self._read(), self._question(), self._token()
+        held, passing, leaving, host = self._bytes()
+        if self.other is not None:
+            token += (self.recipe.draft.max_rollback - 1) * self.other._token()
+            read, question = read + self.other._read(), question + self.other._question()
+            more, other, last, beside = self.other._bytes()
+            held, passing, leaving, host = held + more, max(passing, other), max(leaving, last), host + beside
+        token /= self.work.told or (1.0 if self.other is None else TOLD)
+        most = held + max(passing, leaving)
+        if not self.device.cuda:  # nothing is on the host before it leaves
+            host = most = held + max(passing, leaving + host)
+        return Cost(read, question, token, int(most), int(host), self.session, self.work)
+
+    # Passes.
+
+    @property
+    def _rows(self) -> int:
+        """Rows of a pass: of a prompt, an ingestion or live frames."""
+        sizes, whole = self.sizes, self.units * self.sizes.tokens
+        most = self.recipe.chunk or (ROWS if self.session else max(whole, 1))
+        if self.work.live:
+            most = self.recipe.chunk or UNITS * sizes.tokens
+        return min(whole, max(1, most // sizes.tokens) * sizes.tokens)
+
+    @property
+    def _seen(self) -> int:
+        """Units that a pass sees at most, its own included: all, those under the window, or what an ingestion holds."""
+        if not self.archived:
+            return self.units
+        window: int = -(-self.kv.window // self.sizes.pace)
+        if self.work.live:
+            return window + UNITS
+        free = self.work.memory - self.sizes.weights * self.size
+        fit = max(1, int(free / 2) // (self.sizes.column * self.sizes.tokens))
+        given = self.kv.ingest_frames
+        most = fit if given is None else min(fit, -(-given // self.sizes.pace))
+        return min(most, self.sizes.limit // self.sizes.tokens)
+
+    def _passes(self) -> Iterator[tuple[int, int]]:
+        """Rows of each pass, and the columns that its last row sees."""
+        tokens, step, done = self.sizes.tokens, self._rows // self.sizes.tokens, 0
+        window = -(-self.kv.window // self.sizes.pace) if self.archived and not self.work.live else 1
+        while done < self.units:
+            # Each unit of a pass sees at least what it would under the window.
+            count = min(step, self.units - done, max(1, self._seen - min(window - 1, done)))
+            yield count * tokens, min(done + count, max(self._seen, count)) * tokens
+            done += count
+
+    def _read(self) -> float:
+        seconds = self._tower()
+        for n, seen in self._passes():
+            seconds += self._pass(n, seen)
+        return seconds
+
+    def _tower(self) -> float:
+        """Patches through the vision tower: products, attention within a unit, and what else reads and writes them."""
+        s, device, patches = self.sizes, self.device, self.units * self.sizes.patches
+        products = 2 * s.tower_weights * patches / device.product(s.tower_width)
+        pairs = s.patches * patches * s.tower_width * s.tower_layers * device.attend.dense.each / s.head_dim
+        traffic = (
+            patches * s.tower_layers * (12 * s.tower_width + 3 * s.tower_inner) * self.size / device.copy
+        )
+        calls = -(-self.units * s.tokens // self._rows) + patches // PATCHES
+        return self._beside(products + pairs + traffic, calls * s.tower_layers * device.layer)
+
+    def _beside(self, work: float, starts: float) -> float:
+        """A CUDA device works while the host starts what follows."""
+        return max(work, starts) if self.device.cuda else work + starts
+
+    def _pass(self, n: int, seen: int) -> float:
+        s, device = self.sizes, self.device
+        products = 2 * s.layer_weights * n / device.product(s.hidden)
+        wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        elements = n * (10 * s.hidden + 3 * s.inner + 4 * wide) + 4 * seen * narrow
+        traffic = s.layers * elements * self.size / device.copy
+        pairs = s.layers * self._pairs(n, seen)
+        return self._beside(products + traffic + pairs, s.layers * EAGER * device.layer)
+
+    def _pairs(self, n: int, seen: int) -> float:
+        """Seconds of attention of a layer: dense, or by the pattern where that runs."""
+        s, costs, pattern = self.sizes, self.device.attend, self.recipe.sparse
+        causal = n * (2 * seen - n + 1) / 2
+        if self.work.live and self.archived:
+            causal = n * min(seen, self.kv.window // s.pace * s.tokens)
+        dense = costs.dense(s.heads * causal)
+        if pattern.dense or self.work.live or n < MIN_ROWS:
+            return dense
+        at, place = pattern.at(0), torch.arange(seen)[None]
+        keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // s.tokens)
+        queries = keys.take(place[0, seen - n :])
+        listed = min(at.expected_blocks(n, seen, (queries, keys)) * at.block**2, causal + n * at.block)
+        sparse = min(line(s.heads * listed) for line in costs.sparse.values()) + costs.planning(seen)
+        # On a CPU nothing is measured, and the pattern always runs.
+        return min(sparse, dense) if self.device.cuda else sparse
+
+    # A question.
+
+    @property
+    def _shown(self) -> int:
+        """Columns that a question sees: all, or those that are recalled beside the local ones."""
+        units = self.units
+        if self.archived:
+            units = min(units, -(-(self.kv.frames + self.kv.local) // self.sizes.pace))
+        return units * self.sizes.tokens
+
+    def _question(self) -> float:
+        s, device, n = self.sizes, self.device, self.work.words
+        if not self.session:
+            return TOKEN_S  # the prompt's pass holds it
+        work = max(self._weights_s(), 2 * s.layer_weights * n / device.product(s.hidden))
+        work += self._shown * s.column / device.copy + s.layers * device.attend.dense(
+            n * self._shown * s.heads
+        )
+        starts = s.layers * EAGER * device.layer * (SEARCHED if self.archived else ASKED)
+        if not self.archived:
+            return self._beside(work, starts) + TOKEN_S
+        wire: float = min(self.kv.frames // s.pace, self.units) * s.tokens * s.column / device.wire
+        if not device.cuda:
+            return work + starts + wire
+        return work + s.layers * RETRIEVE_S + (1 - HIDDEN) * wire
+
+    def _token(self) -> float:
+        s, device = self.sizes, self.device
+        work = self._weights_s() + self._shown * s.column / device.copy
+        starts = s.layers * EAGER * device.layer
+        if not device.cuda:
+            return work + starts
+        replayed = STEP_S if not self.session else ANSWER_S if self.archived else 0.0
+        return TOKEN_S + (work + s.layers * replayed if replayed else max(work, starts))
+
+    def _weights_s(self) -> float:
+        """Reading the weights of the language model once."""
+        return (self.sizes.layer_weights + self.sizes.head_weights) * self.size / self.device.copy
+
+    # Bytes.
+
+    def _bytes(self) -> tuple[float, float, float, float]:
+        """Bytes that the weights and the memory hold on the device when all has been read; what more is held while it is
+        read, and when an ingestion has ended; and the host's."""
+        s, units, whole = self.sizes, self.units, self.units * self.sizes.tokens
+        held, host, most, last = _roomy(whole + self.work.words + self.work.answer), 0, 0.0, 0
+        if self.archived:
+            window = min(units, -(-self.kv.window // s.pace)) * s.tokens
+            # Keys as they were and turned, and values; what a question is shown stays where it was.
+            held = window * 3 // 2 + self._shown + min(units, self.kv.cache // s.pace) * s.tokens
+            host = max(0, whole - window) * s.column
+            host = -(-host // SLAB) * SLAB
+            host = min(host, self.work.host) if self.kv.spill == "drop_oldest" else host
+        before = 0
+        for n, seen in self._passes():
+            after = min(held, seen * 3 // 2) if self.archived and self.work.live else _roomy(seen)
+            # A windowed memory moves what is new when the pass has ended.
+            new = n if self.archived else 0
+            tower, layer = self._tower_bytes(n), self._layer_bytes(n, seen)
+            most = max(most, before * s.column + tower, (after + new) * s.column + layer)
+            before = after
+            if self.archived and not self.work.live:
+                last = after + window * 3 // 2
+        fixed, kept = s.weights * self.size, held * s.column
+        return fixed + kept, max(0.0, most - kept), max(0.0, last * s.column - kept), host
+
+    def _tower_bytes(self, n: int) -> float:
+        """Patches in the tower, those of a call; pixels; and the features of all."""
+        s, units = self.sizes, -(-n // self.sizes.tokens)
+        some = min(units * s.patches, max(PATCHES, s.patches))
+        return float(some * s.patch_row + units * s.pixels + n * s.hidden) * self.size
+
+    def _layer_bytes(self, n: int, seen: int) -> float:
+        """Rows in a layer: features, the states that enter, leave and are normed, then queries, keys and values and what
+        turns them, or the gate, of so many rows at a time."""
+        s = self.sizes
+        wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        attention = n * (3 * s.hidden + 3 * wide + 4 * narrow) + seen * narrow
+        gate = n * 4 * s.hidden + min(n, ROWS) * 3 * s.inner
+        return float(max(attention, gate) + n * (s.hidden + 2 * s.head_dim)) * self.size
+
+
+def _roomy(columns: int) -> int:
+    """Columns of a buffer that grows ahead."""
+    return columns + min(max(columns // 8, 256), ROOM)

@@ -1,0 +1,283 @@
+"""The memory of a stream whose model lies on several devices: one memory for the layers of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import ModelError
+from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.kv import (
+    CacheSlot,
+    FrameState,
+    KVView,
+    Seen,
+    Stream,
+    StreamPass,
+    StreamPolicy,
+    StreamState,
+)
+
+SPLIT = "split.json"
+"""In the folder of a saved memory: how many layers each device had."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRange(ModelView):
+    """A model as the memory of some of its layers sees it: `layers` are all that it has, numbered from 0, on device `at`."""
+
+    layers: range = field(kw_only=True)
+    at: torch.device = field(kw_only=True)
+
+    @property
+    def geometry(self) -> Geometry:
+        return replace(super().geometry, layers=len(self.layers))
+
+    @property
+    def device(self) -> torch.device:
+        return self.at
+
+    def norm(self, layer: int, hidden: Tensor) -> Tensor:
+        return super().norm(self.layers[layer], hidden)
+
+    def query(self, layer: int, rows: Tensor) -> Tensor:
+        return super().query(self.layers[layer], rows)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = super().angles(positions, dtype)
+        return cos.to(self.at, non_blocking=True), sin.to(self.at, non_blocking=True)
+
+
+def split_stream(
+    policy: StreamPolicy,
+    devices: Sequence[torch.device],
+    stream: Stream,
+    geometry: Geometry,
+    view: ModelView,
+    home: torch.device,
+) -> StreamState:
+    """`StreamPolicy.stream` of a model whose decoder layer n lies on ``devices[n]``: a memory for the layers of each."""
+    begins = [n for n, device in enumerate(devices) if n == 0 or device != devices[n - 1]]
+    parts: list[tuple[range, torch.device, StreamState]] = []
+    try:
+        for begin, end in zip(begins, [*begins[1:], len(devices)], strict=True):
+            layers = range(begin, end)
+            own = LayerRange(view.model, view.adapter, view.resolve, layers=layers, at=devices[begin])
+            share = policy.for_layers(len(layers) / len(devices))
+            parts.append((layers, own.at, share.stream(stream, own.geometry, own, own.at)))
+            if isinstance(parts[0][2], FrameState):
+                raise ModelError(
+                    f"kv {policy.name!r} runs whole frames at a question and the model's layers lie on several devices; "
+                    "choose a memory of keys and values, or put the model on one device."
+                )
+    except BaseException:
+        for *_, state in parts:
+            state.close()
+        raise
+    return SplitState(parts)
+
+
+def load_stream(state: StreamState, path: Path) -> None:
+    """`StreamState.load`, of a folder that was written with as many layers on each device; raises `ModelError`."""
+    own = state._layers if isinstance(state, SplitState) else None
+    told = (
+        checkpoint_io.read_json(path / SPLIT, {"layers": list})["layers"] if (path / SPLIT).exists() else None
+    )
+    if own != told:
+        then, now = (
+            "layers on one device" if some is None else f"layers {some} on devices" for some in (told, own)
+        )
+        raise ModelError(
+            f"{path} was saved with {then} and the model has {now}; spread the model as it was then."
+        )
+    state.load(path)
+
+
+class SplitState(StreamState):
+    """Memories of consecutive layers, each on the device of its layers, as one. All take in the same units.
+
+    Devices work on several passes at once: nothing here waits for one of them.
+    """
+
+    def __init__(self, parts: Sequence[tuple[range, torch.device, StreamState]]) -> None:
+        self._states, self._devices = [state for *_, state in parts], [device for _, device, _ in parts]
+        self._layers = [len(layers) for layers, *_ in parts]
+        self._of = [(state, layer) for layers, _, state in parts for layer in range(len(layers))]
+        self.recalls_alike = self._states[0].recalls_alike
+
+    # One layer.
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        state, own = self._of[layer]
+        state.append(own, key, value)
+
+    def view(self, layer: int, query: Tensor) -> KVView:
+        state, own = self._of[layer]
+        return state.view(own, query)
+
+    def ahead(self, layer: int, hidden: Tensor) -> None:
+        state, own = self._of[layer]
+        state.ahead(own, hidden)
+
+    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
+        state, own = self._of[layer]
+        return state.write_slot(own, query)
+
+    def summaries(self, layer: int) -> int:
+        state, own = self._of[layer]
+        return state.summaries(own)
+
+    def seen(self, layer: int) -> Tensor | None:
+        state, own = self._of[layer]
+        return state.seen(own)
+
+    def seen_only(self, layer: int, columns: Tensor) -> None:
+        state, own = self._of[layer]
+        state.seen_only(own, columns)
+
+    def listed(self, layer: int, rows: int) -> None:
+        state, own = self._of[layer]
+        state.listed(own, rows)
+
+    # All layers.
+
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        for state, device in zip(self._states, self._devices, strict=True):
+            layout = stream_pass.layout
+            if layout is not None and layout.device != device:
+                moved = layout.to(device)
+                moved.__dict__["padded"] = (
+                    layout.padded
+                )  # known: nothing is read of a device that has yet to get there
+                layout = moved
+            state.begin_pass(replace(stream_pass, layout=layout))
+
+    def end_pass(self) -> None:
+        for state in self._states:
+            state.end_pass()
+
+    def begin_ingest(self) -> None:
+        for state in self._states:
+            state.begin_ingest()
+
+    def idle(self) -> None:
+        for state in self._states:
+            state.idle()
+
+    def set_query_fields(self, policy: StreamPolicy) -> None:
+        for state in self._states:
+            state.set_query_fields(policy)
+
+    def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
+        # Each keeps the same features back.
+        first, *_ = [state.merge(features) for state in self._states]
+        return first
+
+    def accept(self, keep: int | Tensor) -> None:
+        for state in self._states:
+            state.accept(keep)
+
+    def truncate(self, length: int) -> None:
+        for state in self._states:
+            state.truncate(length)
+
+    def reset(self) -> None:
+        for state in self._states:
+            state.reset()
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for state in self._states:
+                stack.callback(state.close)
+
+    @contextmanager
+    def question_scope(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for state in self._states:
+                stack.enter_context(state.question_scope())
+            yield
+
+    def checkpoint(self) -> Any:
+        return [state.checkpoint() for state in self._states]
+
+    def restore(self, mark: Any) -> None:
+        for state, own in zip(self._states, mark, strict=True):
+            state.restore(own)
+
+    def save(self, path: str | Path) -> None:
+        checkpoint_io.write_json(Path(path) / SPLIT, {"layers": self._layers})
+        for number, state in enumerate(self._states):
+            (folder := Path(path) / f"part-{number}").mkdir()
+            state.save(folder)
+
+    def load(self, path: str | Path) -> None:
+        for number, state in enumerate(self._states):
+            state.load(Path(path) / f"part-{number}")
+
+    # What is told of all.
+
+    def units(self) -> int:
+        return self._states[0].units()
+
+    def length(self) -> int:
+        return self._states[0].length()
+
+    def held(self) -> int:
+        return max(state.held() for state in self._states)
+
+    def nbytes(self) -> int:
+        return sum(state.nbytes() for state in self._states)
+
+    def fit(self, first: int, count: int) -> int:
+        for state in self._states:
+            count = state.fit(first, count)
+        return count
+
+    def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
+        return self._states[0].shown(stream_pass)
+
+    def waiting(self) -> Tensor | None:
+        return self._states[0].waiting()
+
+    def evidence(self) -> dict[int, Seen]:
+        """The mean over layers; of what reached the answer (`Seen.score`) too, for each part follows it on its own."""
+        whole, found = sum(self._layers), [state.evidence() for state in self._states]
+        out: dict[int, Seen] = {}
+        for unit in sorted({unit for one in found for unit in one}):
+            each = [one.get(unit, Seen(0.0, 0.0, 0.0)) for one in found]
+            scores = [one.score for one in each]
+            score = None if None in scores else self._mean(scores, whole)
+            out[unit] = Seen(
+                self._mean([x.share for x in each], whole),
+                self._mean([x.retrieved for x in each], whole),
+                score,
+            )
+        return out
+
+    def _mean(self, values: Sequence[Any], whole: int) -> float:
+        return float(sum(count * value for count, value in zip(self._layers, values, strict=True))) / whole
+
+    def clusters(self) -> dict[str, Tensor]:
+        found = [state.clusters() for state in self._states]
+        # A level that all layers share has one row, and all parts the same.
+        return {
+            name: rows if len(rows) == 1 else torch.cat([one[name].to(rows.device) for one in found])
+            for name, rows in found[0].items()
+        }
+
+    def counters(self) -> dict[str, float]:
+        """Sums of bytes and of seconds, and the largest of all other figures."""
+        found = [state.counters() for state in self._states]
+        return {
+            name: sum(one.get(name, 0.0) for one in found)
+            if "bytes" in name or name.endswith("_s")
+            else max(one.get(name, 0.0) for one in found)
+            for name in found[0]
+        }

@@ -1,0 +1,153 @@
+"""A model's sizes and a device's rates, by which `costs.py` predicts: counted, and measured once or known."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mmaccel.backends import select
+from mmaccel.backends.select import Bench, Costs, Line, Store, bench
+
+STEP_LAYERS = 4
+"""Of the small model whose step is timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A model. Weights are numbers of parameters: of all, of the decoder layers, of the head, of the tower.
+
+    patches, tokens, pixels  of a unit, which is `pace` frames; `patch_row`: elements that a patch holds in the tower at most
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    inner: int
+    weights: int
+    layer_weights: int
+    head_weights: int
+    tower_weights: int
+    tower_layers: int
+    tower_width: int
+    tower_inner: int
+    patch_row: int
+    patches: int
+    tokens: int
+    pixels: int
+    pace: int
+    limit: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def column(self) -> int:
+        """Bytes of the keys and values of a token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a device does: FLOP/s of products by width, seconds of attention (`Costs`), bytes/s of a copy, read and written,
+    and from the host; seconds to start the operators of a decoder layer; bytes of memory."""
+
+    name: str
+    products: dict[int, float]
+    attend: Costs
+    copy: float
+    wire: float
+    layer: float
+    memory: int
+
+    @property
+    def cuda(self) -> bool:
+        return self.name != "cpu"
+
+    def product(self, width: int) -> float:
+        """FLOP/s at a width, between those measured; at a narrower one the rate falls with it."""
+        (low, slow), (high, fast) = sorted(self.products.items())
+        share = (math.log(width) - math.log(low)) / (math.log(high) - math.log(low))
+        return float(slow * (fast / slow) ** min(share, 1.0)) if share > 0 else slow * min(1.0, width / low)
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Device:
+        """From what `asdict` made of one."""
+        products = {int(width): rate for width, rate in found["products"].items()}
+        return cls(**{**found, "products": products, "attend": Costs.of(found["attend"])})
+
+
+def _hopper(name: str, copy: float, memory: int) -> Device:
+    pairs = Costs(Line(2e-4, 9.1e-13), {"triton": Line(5e-4, 1.0e-12)}, Line(1e-3, 9e-9))
+    return Device(
+        name=name, products={1280: 4.5e14, 3584: 6.4e14}, attend=pairs, copy=copy, wire=48e9, layer=4e-4, memory=memory
+    )  # fmt: skip
+
+
+DEVICES = {
+    "h200": _hopper("h200", 4.3e12, 150109880320),
+    "h100": _hopper("h100", 3.0e12, 85017493504),
+}
+"""Known ones, from bench/results: products and pairs of prefill_h200 (128k tokens in 8.8 s, 6.1 of them attention),
+tower_h200 and sweep_h200 at heads of 128, the copy and the layer of steps_h200 and latency_7b_h200, the wire of
+transfer_h200. An H100 computes alike, and its memory has 3.35/4.8 of the rate."""
+
+
+def measured(
+    device: torch.device,
+    sizes: Sizes,
+    step: Callable[[], Any],
+    store: Store[Device] | None = None,
+    bench: Bench = bench,
+) -> Device:
+    """The rates of this device for heads like the model's: read from `store`, or measured in a few seconds and kept there.
+    `step` runs `STEP_LAYERS` small decoder layers on one row."""
+    shape = select.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
+    store = Store("rates.json", Device.of) if store is None else store
+    cuda = device.type == "cuda"
+    backend = select.choose(device)
+    key = select.key_of(device, shape, (backend,), "rates")
+    found = store.get(key)
+    if found is None:
+        kernels = {backend: select.get(backend, device)}
+        lengths = select.LENGTHS if cuda else (1024, 2048)
+        attend = select.measured_costs(device, shape, kernels, lengths=lengths, bench=bench)
+        found = Device(
+            name=torch.cuda.get_device_name(device) if cuda else "cpu",
+            products={
+                w: _product(w, device, sizes.dtype, bench) for w in ((1024, 4096) if cuda else (256, 1024))
+            },
+            attend=attend,
+            copy=_copy(device, device, bench),
+            wire=_copy(torch.device("cpu"), device, bench),
+            layer=bench(step, device) / STEP_LAYERS,
+            memory=_memory(device),
+        )
+        store.put(key, found)
+    return found
+
+
+def _product(width: int, device: torch.device, dtype: torch.dtype, bench: Bench) -> float:
+    rows = 8192 if device.type == "cuda" else 1024
+    x, weight = (torch.ones(n, width, device=device, dtype=dtype) for n in (rows, 4 * width))
+    return 2 * rows * weight.numel() / bench(lambda: torch.nn.functional.linear(x, weight), device)
+
+
+def _copy(source: torch.device, device: torch.device, bench: Bench) -> float:
+    """Bytes/s: of a copy on the device those read and those written, of one from the host those that cross."""
+    cuda = device.type == "cuda"
+    here = torch.ones(1 << (28 if cuda else 24), dtype=torch.uint8, device=source)
+    here = here.pin_memory() if cuda and source.type == "cpu" else here
+    there = torch.empty_like(here, device=device)
+    sides = 2 if source == device else 1
+    return sides * here.numel() / bench(lambda: there.copy_(here, non_blocking=True), device)
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,218 @@
+"""Which preset to take for a video and its questions: what each costs on a device, by `core/costs.py`, from a configuration.
+
+No weights are read: sizes are counted on a model without memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmaccel.core import costs, rates
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.errors import ModelError
+from mmaccel.core.recipe import MAIN_PRESETS, Recipe
+from mmaccel.models import loading, shapes
+from mmaccel.models.processor import Processor
+from mmaccel.models.prompt_layout import positions_of
+
+LOSSLESS = ("exact", "captions")
+"""Presets that say what the plain model says."""
+SIZE = (252, 448)
+"""Height and width of frames unless told otherwise: a film's at half the lines of a television picture's 504."""
+MARGIN = 1.1
+"""A lossless preset is taken where it takes no longer than so many times the shortest."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """`name` is the preset to take (None: none fits) and `why` one sentence; of each its cost, or why it is `unfit`.
+
+    lacks  preset -> bytes that it needs beyond the device's and the host's, both 0 where it fits
+    """
+
+    name: str | None
+    why: str
+    costs: dict[str, costs.Cost]
+    lacks: dict[str, tuple[int, int]]
+    unfit: dict[str, str]
+
+
+def sizes_of(
+    model: str | Path | nn.Module,
+    size: tuple[int, int] = SIZE,
+    dtype: torch.dtype = torch.bfloat16,
+    processor: Any = None,
+) -> rates.Sizes:
+    """The sizes of a named shape, of a saved or shipped model by its config, or of a loaded one with its `processor`, for
+    frames of (height, width). Raises `ModelError`."""
+    if isinstance(model, nn.Module):
+        built: Any = model
+    else:
+        from transformers import AutoModelForImageTextToText
+
+        known = str(model) in shapes.SHAPES
+        config = shapes.config(str(model)) if known else loading.outline(model).model.config
+        processor = None if known else Processor.from_pretrained(loading.resolve(model))
+        with torch.device("meta"):
+            built = AutoModelForImageTextToText.from_config(config)
+    family: Any = adapter_for(built)
+    text, pace, shape = family.text(built), family.pace(built), family.geometry(built)
+    kind = next(built.parameters()).dtype if isinstance(model, nn.Module) else dtype
+    layers, head = family.layers(built), built.get_output_embeddings().weight
+    weights = sum(p.numel() for p in built.parameters())
+    inside = {id(p): p.numel() for p in [*text.parameters(), head]}
+    vision: Any = built.config.vision_config
+    depth = getattr(vision, "num_hidden_layers", None) or vision.depth
+    if processor is None:
+        patches, tokens = shapes.frame(str(model), *size)
+        pixels = patches * 3 * vision.patch_size**2 * pace
+    else:
+        once, twice = (torch.zeros(n * pace, 3, *size, dtype=torch.uint8) for n in (1, 2))
+        made = next(x for name, x in processor.pixels(once).items() if name.startswith("pixel"))
+        patches, pixels = family.patches(built, made), made.numel()
+        lengths = [_tokens(processor, frames) for frames in (once, twice)]
+        tokens = lengths[1] - lengths[0]
+    return rates.Sizes(
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        hidden=shape.hidden,
+        inner=max(p.shape[0] for p in layers[0].parameters() if p.ndim == 2),
+        weights=weights,
+        layer_weights=sum(p.numel() for p in layers.parameters()),
+        head_weights=head.numel(),
+        tower_weights=weights - sum(inside.values()),
+        tower_layers=depth,
+        tower_width=vision.hidden_size,
+        tower_inner=vision.intermediate_size,
+        patch_row=_patch_row(family, built, vision, depth, kind.itemsize),
+        patches=patches,
+        tokens=tokens,
+        pixels=pixels,
+        pace=pace,
+        limit=positions_of(text.config) or 1 << 15,
+        dtype=kind,
+    )
+
+
+def _patch_row(family: Any, model: Any, vision: Any, depth: int, itemsize: int) -> int:
+    """Elements that a patch holds in the tower at most: states and the gate; queries and keys where they are turned, in
+    float32; the states of all layers, in releases of transformers that keep them to choose from."""
+    width = vision.hidden_size
+    row = 4 * width + 2 * vision.intermediate_size
+    if family.windowed(model) is not None:
+        row = max(row, (8 + 16 // itemsize) * width)
+    features = inspect.signature(family.multimodal(model).get_video_features).parameters
+    keeps = hasattr(model.config, "vision_feature_layer") and "output_hidden_states" in features
+    return int(row + keeps * (depth + 1) * width)
+
+
+def _tokens(processor: Any, frames: torch.Tensor) -> int:
+    made = processor(processor.video_token, videos=[frames], add_special_tokens=False)
+    return int(made["input_ids"].shape[1])
+
+
+def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
+    """A known device by name, or the rates of one of this machine, measured as `how` says; raises `ModelError`."""
+    if name in rates.DEVICES:
+        # Their pairs are of heads of 128.
+        known = rates.DEVICES[name]
+        return replace(known, attend=known.attend.scaled(sizes.head_dim / 128))
+    from transformers import Qwen2Config, Qwen2Model
+
+    try:
+        place = loading.there(name, "--device")
+    except ModelError as error:
+        raise ModelError(f"{error} Devices known by name are {', '.join(rates.DEVICES)}.") from error
+    small = Qwen2Config(
+        vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=rates.STEP_LAYERS, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model: Any = Qwen2Model(small).to(place)  # type: ignore[arg-type]
+    model.eval()
+    ids = torch.zeros(1, 1, dtype=torch.long, device=place)
+
+    def step() -> Any:
+        with torch.no_grad():
+            return model(ids)
+
+    return rates.measured(place, sizes, step, **how)
+
+
+def recommend(
+    sizes: rates.Sizes,
+    work: costs.Work,
+    device: rates.Device,
+    *,
+    lossless: bool = False,
+    draft: rates.Sizes | None = None,
+    presets: Sequence[str] = MAIN_PRESETS,
+) -> Recommendation:
+    """The preset with which `work` takes least seconds, of those that fit into ``work.memory`` and ``work.host`` bytes; a
+    lossless one where that takes little longer (`MARGIN`).
+
+    draft     sizes of a draft model; without one, presets that take one cannot serve
+    lossless  only presets that say what the plain model says
+    """
+    found: dict[str, costs.Cost] = {}
+    unfit: dict[str, str] = {}
+    lacks: dict[str, tuple[int, int]] = {}
+    for name in presets:
+        recipe = Recipe.load(name)
+        why = _unfit(name, recipe, sizes, work, lossless, draft)
+        if why:
+            unfit[name] = why
+            continue
+        own = draft if hasattr(recipe.draft, "model") else None
+        one = found[name] = costs.cost(recipe, sizes, work, device, own)
+        room = work.memory if device.cuda else min(work.memory, work.host)
+        lacks[name] = max(0, one.device_bytes - room), max(0, one.host_bytes - work.host)
+    fits = [name for name in found if lacks[name] == (0, 0)]
+    if not fits:
+        return Recommendation(None, _none(lacks), found, lacks, unfit)
+    best = min(fits, key=lambda name: found[name].total_s)
+    near = [name for name in fits if name in LOSSLESS and found[name].total_s <= MARGIN * found[best].total_s]
+    name = min(near, key=lambda one: found[one].total_s) if near else best
+    if len(fits) == 1:
+        why = f"{name} alone fits"
+    elif name == best:
+        why = f"{name} takes least seconds of those that fit"
+    else:
+        why = f"{name} says what the plain model says, and takes little longer than {best}"
+    return Recommendation(name, f"{why}: {found[name].total_s:.3g} s in all.", found, lacks, unfit)
+
+
+def _unfit(
+    name: str, recipe: Recipe, sizes: rates.Sizes, work: costs.Work, lossless: bool, draft: rates.Sizes | None
+) -> str | None:
+    """Why a preset cannot serve, whatever the memory."""
+    bounded = hasattr(recipe.kv, "frames")
+    if lossless and name not in LOSSLESS:
+        return "it may answer otherwise than the plain model"
+    if work.live and not bounded:
+        return "it keeps all frames on the device, and a camera has no end"
+    if work.live and not recipe.sparse.dense:
+        return "its pattern acts on stored videos"
+    if hasattr(recipe.draft, "model") and draft is None:
+        return "it takes a draft model; name one by --draft"
+    if not work.live and getattr(recipe.kv, "spill", "") == "drop_oldest":
+        return "it is for live cameras; film-many-questions keeps all of a stored film"
+    columns = -(-work.frames // sizes.pace) * sizes.tokens + work.words + work.answer
+    if not bounded and columns > sizes.limit:
+        return f"the video takes {columns} of the model's {sizes.limit} positions"
+    return None
+
+
+def _none(lacks: dict[str, tuple[int, int]]) -> str:
+    if not lacks:
+        return "No preset can serve this."
+    name = min(lacks, key=lambda one: sum(lacks[one]))
+    return f"Nothing fits; {name} comes nearest: it needs {sum(lacks[name]) / 1e9:.3g} GB more."

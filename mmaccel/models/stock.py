@@ -1,0 +1,189 @@
+"""transformers' own processor as commands and sessions use one: prompts, videos and limits as `Processor` has them, ids and
+pixels by stock code. Our own makes the same, bit for bit, where torchvision is missing."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import ModelError, shown
+from mmaccel.core.registry import registry
+from mmaccel.models import shipped
+from mmaccel.models.chat import Written, ids_of
+from mmaccel.models.loading import config_of, folder_of, read_json, reason_of, resolve
+from mmaccel.models.processor import Processor, styles
+
+
+class StockProcessor(Processor):
+    """A processor of transformers (`stock`) with the calls of `Processor`; of a family with no style of ours too.
+
+    `image`, `video` and `extra` are None where the family has none.
+    """
+
+    def __init__(self, stock: Any, model_type: str, *, special_tokens: bool = True) -> None:
+        self.stock, self.model_type, self.tokenizer = stock, model_type, stock.tokenizer
+        self.special_tokens = special_tokens
+        template = getattr(stock, "chat_template", None)
+        if model_type in styles():
+            told = stock.to_dict().items()
+            settings = {k: v for k, v in told if not isinstance(v, dict) and k != "processor_class"}
+            image, video = stock.image_processor.to_dict(), stock.video_processor.to_dict()
+            super().__init__(
+                model_type,
+                stock.tokenizer,
+                image=image,
+                video=video,
+                extra=settings,
+                chat_template=template,
+                special_tokens=special_tokens,
+            )
+            return
+        self.own_video_settings = True
+        self.style = self.image = self.video = self.extra = None  # type: ignore[assignment]
+        self.chat_template = template or getattr(stock.tokenizer, "chat_template", None)
+        for kind in ("image", "video"):
+            token = getattr(stock, f"{kind}_token", None)
+            number = None if token is None else stock.tokenizer.convert_tokens_to_ids(token)
+            setattr(self, f"{kind}_token", token)
+            setattr(self, f"{kind}_token_id", number)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write what stock `AutoProcessor` reads."""
+        self.stock.save_pretrained(folder)
+
+    def pixels(
+        self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        given = {"videos": [frames], "video_metadata": [_metadata(frames, None)], "do_sample_frames": False}
+        made = self._run(self.stock.video_processor, return_tensors="pt", **given, **_on(device))
+        return {name: _as(value, dtype, device) for name, value in made.items()}
+
+    def _inputs(
+        self,
+        texts: list[str],
+        pictures: list[list[Tensor]],
+        videos: list[Tensor],
+        rates: list[float | None],
+        side: str,
+        special: bool,
+        where: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        stock = self.stock
+        plain = {
+            mark: word for text in texts if isinstance(text, Written) for mark, word in text.plain.items()
+        }
+        given: dict[str, Any] = {**_on(where["device"]), "padding": len(texts) > 1, "padding_side": side}
+        if pictures:
+            given["images"] = pictures
+        if videos:
+            told = [_metadata(frames, rate) for frames, rate in zip(videos, rates, strict=True)]
+            given.update(videos=videos, video_metadata=told, do_sample_frames=False)
+        kinds = (("image", self.image_token, pictures), ("video", self.video_token, videos))
+        words = {kind: token for kind, token, visuals in kinds if token and not visuals}
+        if plain or any(token in text for token in words.values() for text in texts):
+            stock = copy.copy(stock)
+            stock.tokenizer = _Marking(stock.tokenizer, plain)
+            for kind in words:
+                # A placeholder of nothing is a word; stock refuses it.
+                setattr(stock, f"{kind}_token", None)
+        made = self._run(stock, text=list(texts), add_special_tokens=special, return_tensors="pt", **given)
+        return {name: _as(value, where["dtype"], where["device"]) for name, value in made.items()}
+
+    def _run(self, call: Any, **given: Any) -> dict[str, Tensor]:
+        try:
+            made = call(**given)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            raise ModelError(
+                f"{type(self.stock).__name__} makes no inputs of this ({reason_of(error)}); give other images, videos or "
+                "texts, and of several videos frames=, so many of each."
+            ) from error
+        return {name: value for name, value in made.items() if isinstance(value, Tensor)}
+
+
+class _Marking:
+    """A tokenizer that reads the marks of special tokens as the text they stand for; else it is as the one it has."""
+
+    def __init__(self, tokenizer: Any, plain: Mapping[str, str]) -> None:
+        self._tokenizer, self._plain = tokenizer, plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: list[str], **how: Any) -> Any:
+        rows = []
+        for one in text:
+            whole = Written(one)
+            whole.plain = self._plain
+            rows.append(
+                ids_of(self._tokenizer, whole, add_special_tokens=how.get("add_special_tokens", True))
+            )
+        padding = {name: how[name] for name in ("padding", "padding_side", "return_tensors") if name in how}
+        return self._tokenizer.pad({"input_ids": rows}, **padding)
+
+
+def _metadata(frames: Tensor, rate: float | None) -> dict[str, Any]:
+    count, (height, width) = len(frames), frames.shape[-2:]
+    told: dict[str, Any] = {"total_num_frames": count, "fps": rate, "frames_indices": list(range(count))}
+    return {**told, "duration": rate and count / rate, "height": height, "width": width}
+
+
+def _on(device: torch.device | str | None) -> dict[str, Any]:
+    """The argument by which stock code works on a device; on the CPU it needs none."""
+    return {} if device is None or torch.device(device).type == "cpu" else {"device": device}
+
+
+def _as(value: Tensor, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    # Seconds stay as they are; pixels alone have several axes.
+    return value.to(device, dtype if value.is_floating_point() and value.ndim > 1 else value.dtype)
+
+
+def wrapped(processor: Any, model_type: str | None = None, *, special_tokens: bool = True) -> Processor:
+    """A processor of ours as it is, one of transformers' as a `StockProcessor` of the model type `model_type` (None: of the
+    one that it is made for). Raises `ModelError` for anything else."""
+    if isinstance(processor, Processor):
+        return processor
+    if not all(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template", "save_pretrained")):
+        raise ModelError(
+            f"processor: {shown(processor)} is none; give the model's own, by mmaccel.load_processor or AutoProcessor."
+        )
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = type(processor).__name__
+    if model_type is None or PROCESSOR_MAPPING_NAMES.get(model_type) != name:
+        served = {one for family in registry("model").values() for one in getattr(family, "model_types", ())}
+        mine = [one for one, kind in PROCESSOR_MAPPING_NAMES.items() if kind == name]
+        model_type = next((one for one in mine if one in served), mine[0] if mine else name)
+    return StockProcessor(processor, model_type, special_tokens=special_tokens)
+
+
+def load(source: str | Path, revision: str | None = None, *, special_tokens: bool = True) -> Processor:
+    """The processor of a model's folder or hub name: transformers' own where it can run, else ours."""
+    place = folder_of(resolve(source), revision)
+    stock = _stock(place) if find_spec("torchvision") is not None else None
+    if stock is None:
+        found = Processor.from_pretrained(place, special_tokens=special_tokens)
+    else:
+        found = wrapped(stock, str(config_of(place).get("model_type")), special_tokens=special_tokens)
+        whole = read_json(place / "processor_config.json") or {}
+        apart = (place / "video_preprocessor_config.json").is_file()
+        found.own_video_settings = apart or bool(whole.get("video_processor"))
+    found.tiny = str(source) if str(source) in shipped.NAMES else None
+    return found
+
+
+def _stock(place: Path) -> Any:
+    """What stock `AutoProcessor` reads of a folder; None where it cannot, for ours then says why."""
+    from transformers import AutoProcessor
+
+    try:
+        found = AutoProcessor.from_pretrained(place, trust_remote_code=False)
+    except Exception:  # whatever a broken file or package raises
+        return None
+    return found if hasattr(found, "tokenizer") and hasattr(found, "video_processor") else None

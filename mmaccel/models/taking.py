@@ -1,0 +1,176 @@
+"""What is taken of a video file: what the model's own users give it, what is asked for, or all that there is room for."""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import home_of, unwrapped
+from mmaccel.core.attach import adapter_for, attached
+from mmaccel.core.errors import VideoError, warn
+from mmaccel.core.recipe import Recipe
+from mmaccel.models.prompt_layout import Budget, positions_of
+from mmaccel.models.shipped import WORLD
+
+if TYPE_CHECKING:
+    from mmaccel.media import Video
+
+RESERVE = 1024
+"""Positions left for the words of a prompt and its answer."""
+SHARE = 0.8
+"""Part of the free memory that a prompt may take."""
+STATES = 12
+"""Vectors of the hidden size that a layer holds of each token while it runs, with its feed-forward block."""
+
+
+def budget_of(processor: Any) -> Budget:
+    """The family's budget, with what the settings of the model's own folder say of frames."""
+    known = Budget() if processor.style is None else processor.style.budget
+    settings = processor.stock.video_processor if processor.video is None else processor.video
+    fps, number, least, most = (
+        getattr(settings, name, None) for name in ("fps", "num_frames", "min_frames", "max_frames")
+    )
+    if fps is not None:
+        known = replace(known, fps=fps, most=Budget.most if known.fps is None else known.most)
+    elif number is not None:
+        known = replace(known, fps=None, most=number)
+    known = replace(known, multiple=getattr(settings, "temporal_patch_size", None) or known.multiple)
+    if known.fps is not None:
+        known = replace(known, least=least or known.least, most=most or known.most)
+    return known
+
+
+def size_of(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
+    """(height, width) to which `frames` frames of a file are brought; None where the processor's own settings see to it."""
+    from mmaccel.media import preprocess
+
+    wanted = budget_of(processor).size(frames, height, width)
+    if wanted is None or not processor.own_video_settings:
+        return wanted
+    own = preprocess.size_of(processor.video, frames, height, width)
+    return wanted if own[0] * own[1] > wanted[0] * wanted[1] else None
+
+
+def tell_of_world(processor: Any, path: Any) -> None:
+    """Warn, once for a processor of a tiny model, of a video that its world did not write."""
+    from mmaccel.media.reader import comment
+
+    if processor.tiny is not None and comment(path) != WORLD:
+        name, processor.tiny = processor.tiny, None
+        warn(f"{name} knows only the world of `mmaccel-lab world`; what it says of {path} means nothing.")
+
+
+def take(
+    processor: Any,
+    path: str | os.PathLike[str],
+    *,
+    fps: float | None = None,
+    frames: int | None = None,
+    max_frames: int | None = None,
+    **how: Any,
+) -> Video:
+    """The frames of a file: at `fps`, or so many `frames`, evenly spaced, or as the model's own users take them; at most
+    `max_frames`. `how` goes to `media.read`."""
+    from mmaccel import media
+    from mmaccel.media import preprocess
+
+    def fit(count: int, height: int, width: int) -> tuple[int, int]:
+        found = size_of(processor, count, height, width)
+        if found is None and processor.video is not None:
+            found = preprocess.size_of(processor.video, count, height, width)
+        return found or (height, width)
+
+    tell_of_world(processor, path)
+    usual = budget_of(processor)
+    if max_frames is not None:
+        usual = replace(usual, most=max_frames, multiple=min(usual.multiple, max_frames) or 1)
+    if frames is None and fps is None:
+        how.update(frames=usual.count, fps=usual.fps, max_frames=usual.most)
+    else:
+        how.update(frames=frames, fps=fps, max_frames=max_frames)
+    video = media.read(path, fit=fit, **how)
+    size = size_of(processor, len(video), *video.frames.shape[-2:])
+    if size is None or size == tuple(video.frames.shape[-2:]):
+        return video
+    # Through floats, as qwen_vl_utils resizes; few at a time.
+    parts = (preprocess.through_floats(part, size, "bicubic") for part in video.frames.split(8))
+    return replace(video, frames=torch.cat(list(parts)))
+
+
+def most_frames(
+    processor: Any, model: nn.Module, path: str | os.PathLike[str], recipe: Recipe | None = None
+) -> tuple[int, str]:
+    """How many frames of a file there is room for, and a sentence on what bounds them: the positions of `model`, the memory
+    of its device, under `recipe` (None: the one attached), or that there are no more.
+
+    Frames have the size that they have without `frames`. Raises `VideoError` for a source that does not tell its length.
+    """
+    from mmaccel.media.reader import facts, free_memory
+
+    if recipe is None:
+        recipe = Recipe() if (fast := attached(model)) is None else fast.recipe
+    model, total, rate, height, width = unwrapped(model), *facts(path)
+    if not total:
+        raise VideoError(f"frames='auto': {path} does not tell its number of frames; give the number.")
+    family: Any = adapter_for(model)
+    text = family.text(model)
+    usual = budget_of(processor).count(total, rate)
+    size = size_of(processor, usual, height, width) or (height, width)
+    pace = family.pace(model)
+    few, more = (_prompt(processor, torch.zeros(pace * n, 3, *size, dtype=torch.uint8), rate) for n in (1, 2))
+
+    def slope(of: Callable[[dict[str, Tensor]], float]) -> float:
+        return of(more) - of(few)
+
+    tokens = slope(lambda inputs: inputs["input_ids"].numel())
+    geometry, each = family.geometry(model), home_bytes(model)
+    held = (
+        0
+        if getattr(recipe.kv, "window", None)
+        else 2 * geometry.layers * geometry.kv_heads * geometry.head_dim
+    )
+    held += 0 if recipe.chunk else STATES * geometry.hidden
+    pixels = slope(lambda inputs: sum(x.numel() for name, x in inputs.items() if "pixel" in name))
+    device = home_of(model)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    rooms: dict[str, float] = {"there are no more": total}
+    if (limit := positions_of(text.config)) is not None:
+
+        def over(steps: int) -> bool:
+            """Whether so many steps of time, over all of the video, leave too few positions."""
+            at = _prompt(
+                processor, torch.zeros(pace, 3, *size, dtype=torch.uint8), steps * pace / total * rate
+            )
+            last = family.positions(model, at).max() + family.steps(model, at, steps)[-1]
+            return int(last) + RESERVE >= limit
+
+        rooms[f"the model has {limit} positions"] = (
+            bisect.bisect_left(range(1, -(-total // pace) + 1), True, key=over) * pace
+        )
+    if free is not None:
+        told = f"{free / 2**30:.1f} GiB are free on {device}"
+        rooms[told] = SHARE * free / ((tokens * held + pixels) * each) * pace
+    if (host := free_memory()) is not None:
+        rooms[f"{host / 2**30:.1f} GiB of host memory are free"] = SHARE * host / (2 * 3 * height * width)
+    why = min(rooms, key=lambda name: rooms[name])
+    count = max(int(min(rooms[why], total)) // pace * pace, 1)
+    return (
+        count,
+        f"frames='auto' took {count} of {total} frames, about {tokens / pace * count:.0f} tokens: {why}",
+    )
+
+
+def home_bytes(model: nn.Module) -> int:
+    """Bytes of a number of the model's states."""
+    return int(getattr(model, "dtype", torch.float32).itemsize)
+
+
+def _prompt(processor: Any, frames: Tensor, rate: float) -> dict[str, Tensor]:
+    made: dict[str, Tensor] = processor(processor.video_token, videos=[frames], fps=rate or None)
+    return made

@@ -1,0 +1,136 @@
+"""What `mmaccel recommend` predicts: sizes are the model's, memory is what tensors take, and what fits is taken."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.backends.select import Costs, Line, Store
+from mmaccel.core import costs, rates
+from mmaccel.core.errors import ModelError
+from mmaccel.core.recipe import Recipe
+from mmaccel.models.recommend import LOSSLESS, device_of, recommend, sizes_of
+from mmaccel.models.shapes import SHAPES
+from tests.models.streams import film, pair
+
+PAIRS = Costs(Line(1e-4, 1e-12), {"triton": Line(1e-4, 1e-12)})
+DEVICE = rates.DEVICES["h100"]
+SIZES = sizes_of("llava-onevision-7b")
+GB = 10**9
+
+
+def work(**given: Any) -> costs.Work:
+    return costs.Work(**{"frames": 600, "memory": 80 * GB, "host": 500 * GB, **given})
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_sizes_are_the_loaded_model_s(name: str) -> None:
+    model, processor = pair(name)
+    sizes = sizes_of(model, (42, 70), processor=processor)
+    assert sizes.weights == sum(p.numel() for p in model.parameters())
+    assert sizes.layers == 2 and sizes.pace == (2 if name == "random-qwen" else 1)
+    with mmaccel.VideoSession(model, processor, "full") as session:
+        session.watch(film(4), fps=1.0)
+        assert sizes.tokens == session._live.info.unit  # type: ignore[union-attr]
+        held = session.counters()
+        columns = held["held"] + 256  # a buffer's room
+        assert held["bytes"] <= columns * sizes.column <= 1.3 * held["bytes"] + 256 * sizes.column
+
+
+def test_a_shape_and_a_folder_are_counted_without_weights(random_folder: Any) -> None:
+    assert 7.9e9 < SIZES.weights < 8.2e9 and (SIZES.patches, SIZES.tokens) == (729, 196)
+    assert SIZES.column == 2 * 28 * 4 * 128 * 2 and SIZES.inner == SHAPES["llava-onevision-7b"].intermediate
+    folder = random_folder("tiny-ov-draft")
+    sizes = sizes_of(folder, (112, 112))
+    assert sizes.weights == sum(p.numel() for p in mmaccel.load_model(folder).parameters())
+    with pytest.raises(ModelError, match="there is no"):
+        sizes_of("/no/such/folder")
+
+
+def test_terms_grow_as_their_work_does() -> None:
+    one, two = (costs.cost(Recipe(), SIZES, work(frames=n), DEVICE) for n in (600, 1200))
+    assert 2 * one.read_s < two.read_s < 4 * one.read_s, "products go with the length, pairs with its square"
+    grown = 600 * SIZES.tokens * SIZES.column
+    assert two.device_bytes - one.device_bytes > grown and one.host_bytes == 0
+    film, longer = (
+        costs.cost(
+            Recipe.load("film-many-questions"), SIZES, work(frames=n, memory=24 * GB, questions=2), DEVICE
+        )
+        for n in (3600, 7200)
+    )
+    assert longer.device_bytes == film.device_bytes and longer.host_bytes - film.host_bytes >= 6 * grown - (
+        1 << 28
+    )
+    assert longer.read_s < 2.5 * film.read_s, "an ingestion that holds a part sees a part"
+    fast = replace(DEVICE, copy=2 * DEVICE.copy)
+    assert costs.cost(Recipe(), SIZES, work(), fast).token_s < 0.8 * one.token_s
+    assert two.total_s == two.read_s + two.question_s + 64 * two.token_s
+
+
+def test_what_a_pattern_lists_is_what_it_costs() -> None:
+    long = work(frames=1800)
+    dense, sparse = (costs.cost(Recipe(sparse=one), SIZES, long, DEVICE) for one in ("dense", "a_shape"))
+    assert sparse.read_s < 0.4 * dense.read_s
+    short = work(frames=4)
+    dense, sparse = (costs.cost(Recipe(sparse=one), SIZES, short, DEVICE) for one in ("dense", "a_shape"))
+    assert sparse.read_s == dense.read_s, "where dense attention is faster it runs"
+
+
+def test_a_draft_costs_its_own_reading_and_gives_tokens() -> None:
+    small, recipe = sizes_of("llava-onevision-0.5b"), Recipe.load("captions")
+    alone = costs.cost(Recipe(), SIZES, work(), DEVICE)
+    with_draft = costs.cost(recipe, SIZES, work(), DEVICE, small)
+    assert with_draft.read_s > alone.read_s and with_draft.token_s < alone.token_s
+    assert with_draft.device_bytes > alone.device_bytes + small.weights * 2
+    never = costs.cost(recipe, SIZES, work(told=1.0), DEVICE, small)
+    assert never.token_s > alone.token_s, "a draft of which nothing is kept"
+
+
+def test_the_preset_that_fits_is_taken_and_what_does_not_says_by_how_much() -> None:
+    found = recommend(SIZES, work(frames=1800, questions=5, memory=24 * GB), DEVICE)
+    assert found.name == "film-many-questions" and found.why.startswith("film-many-questions alone fits")
+    lacks, _ = found.lacks["exact"]
+    assert lacks == found.costs["exact"].device_bytes - 24 * GB > 0
+    again = recommend(SIZES, work(frames=1800, questions=5, memory=24 * GB + lacks, host=0), DEVICE)
+    assert again.lacks["exact"] == (0, 0) and again.lacks["film-many-questions"][1] > 0
+    assert "captions" in again.unfit and "--draft" in again.unfit["captions"]
+    short = recommend(SIZES, work(frames=30), DEVICE)
+    assert short.name in LOSSLESS, "a lossless one where it takes little longer"
+    nothing = recommend(SIZES, work(memory=GB), DEVICE)
+    assert nothing.name is None and "Nothing fits" in nothing.why and "GB more" in nothing.why
+    live = recommend(SIZES, work(live=True, frames=10**6), DEVICE)
+    assert (
+        live.name == "stream"
+        and set(live.costs) == {"stream"}
+        and live.costs["stream"].host_bytes <= 500 * GB
+    )
+    only = recommend(SIZES, work(frames=1800), DEVICE, lossless=True)
+    assert set(only.costs) == {"exact"}
+    far = recommend(replace(SIZES, limit=1000), work(), DEVICE)
+    assert "1000 positions" in far.unfit["exact"] and "film-many-questions" in far.costs
+
+
+def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:
+    sizes = sizes_of(pair("random-ov")[0], (42, 70), processor=pair("random-ov")[1])
+    store = Store(tmp_path / "rates.json", rates.Device.of)
+    runs: list[int] = []
+
+    def bench(run: Any, device: torch.device) -> float:
+        runs.append(1)
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    first = device_of("cpu", sizes, store=store, bench=bench)
+    assert runs and len(store) == 1 and first.layer > 0 and first.copy > first.wire / 100 > 0
+    count = len(runs)
+    assert device_of("cpu", sizes, store=store, bench=bench) == first and len(runs) == count
+    assert device_of("h200", sizes).attend.dense.each < rates.DEVICES["h200"].attend.dense.each
+    with pytest.raises(ModelError, match="h200, h100"):
+        device_of("h900", sizes)

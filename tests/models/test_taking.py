@@ -1,0 +1,202 @@
+"""What is taken of a video file: the numbers of qwen_vl_utils, of a paper, of a folder, and all that there is room for."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import torch
+
+import mmaccel
+from mmaccel import media
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.models import taking
+from mmaccel.models.processor import Processor
+from mmaccel.models.prompt_layout import Budget
+from mmaccel.models.shipped import WORLD
+from mmaccel.models.taking import budget_of, most_frames, take
+from tests.media.films import write_film
+from tests.models.streams import pair
+from tests.models.test_processor import write_model
+
+SHIPPED = {
+    "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
+}  # fmt: skip
+"""preprocessor_config.json of Qwen2.5-VL-7B-Instruct, the one file of settings that it has."""
+
+
+def shipped_qwen(folder: Path) -> Path:
+    write_model(folder, "qwen2_5_vl")
+    for name in ("processor_config.json", "video_preprocessor_config.json"):
+        (folder / name).unlink()
+    (folder / "preprocessor_config.json").write_text(json.dumps(SHIPPED))
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["temporal_patch_size"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def film(path: Path, frames: int, rate: int, height: int, width: int) -> Path:
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("libx264", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.options = {"preset": "ultrafast", "g": "30"}
+        image = torch.zeros(height, width, 3, dtype=torch.uint8)
+        for number in range(frames):
+            image[:, : width * number // frames] = 200
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image.numpy(), format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("frames", "rate", "height", "width"),
+    [(300, 30, 720, 1280), (45, 30, 90, 160), (7, 1, 360, 202), (3, 1, 240, 320), (100, 25, 480, 640)],
+)
+def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
+    frames: int, rate: int, height: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = pytest.importorskip("qwen_vl_utils.vision_process")
+    path = film(tmp_path / "film.mp4", frames, rate, height, width)
+
+    def by_pyav(told: dict[str, Any]) -> Any:
+        """A reader of theirs, none of which is here, about their own rule."""
+        number = utils.smart_nframes(told, total_frames=frames, video_fps=rate)
+        found = media.read(told["video"], frames=number)
+        return found.frames, {}, number / frames * rate
+
+    monkeypatch.setattr(utils, "VIDEO_READER_BACKENDS", {"torchvision": by_pyav})
+    utils.get_video_reader_backend.cache_clear()
+    monkeypatch.setattr(utils, "FORCE_QWENVL_VIDEO_READER", "torchvision")
+    video, fps = utils.fetch_video({"type": "video", "video": str(path)}, return_video_sample_fps=True)
+    processor = mmaccel.load_processor(shipped_qwen(tmp_path / "model"))
+    wanted = processor("<|video_pad|>", videos=video.to(torch.uint8), fps=fps)
+    taken = take(processor, path)
+    assert torch.equal(taken.frames, video.to(torch.uint8)) and taken.fps == pytest.approx(fps)
+    for one in (processor, Processor.from_pretrained(tmp_path / "model")):
+        got = one("<|video_pad|>", videos=path)
+        assert got.keys() == wanted.keys()
+        for name, value in got.items():
+            assert (
+                torch.allclose(value, wanted[name]) if "second" in name else torch.equal(value, wanted[name])
+            )
+    if frames == 300:
+        assert got["video_grid_thw"].tolist() == [[10, 40, 72]] and got["input_ids"].numel() == 7200
+
+
+def test_of_a_long_video_pixels_are_shared_out() -> None:
+    budget = Processor.from_pretrained(mmaccel.models.shipped.path("tiny-qwen")).style.budget
+    assert budget.count(100_000, 25.0) == 768 and budget.count(1, 30.0) == 1
+    rows, columns = budget.size(768, 1080, 1920)
+    assert 0.9 * 128000 * 28 * 28 / 768 * 2 >= rows * columns > 0.7 * 0.9 * 128000 * 28 * 28 / 768 * 2
+
+
+def test_llava_onevision_takes_32_frames_of_any_length(tmp_path: Path) -> None:
+    folder = write_model(
+        tmp_path / "model", "llava_onevision", **{"video_preprocessor_config.json": {"fps": None}}
+    )
+    processor = mmaccel.load_processor(folder)
+    assert len(take(processor, write_film(tmp_path / "long.mp4", 100))) == 32
+    assert len(take(processor, write_film(tmp_path / "short.mp4", 20))) == 20
+    inputs = processor("<video>", videos=tmp_path / "long.mp4")
+    assert inputs["pixel_values_videos"].shape[1] == 32
+
+
+def test_a_folder_and_a_caller_say_otherwise(tmp_path: Path) -> None:
+    path = write_film(tmp_path / "film.mp4", 60)  # 10 frames a second
+    folder = write_model(
+        tmp_path / "model", "llava_onevision", **{"video_preprocessor_config.json": {"fps": 5.0}}
+    )
+    processor = mmaccel.load_processor(folder)
+    assert budget_of(processor) == Budget(fps=5.0, most=4096)
+    assert len(take(processor, path)) == 30
+    assert len(take(processor, path, max_frames=7)) == 7
+    assert len(take(processor, path, fps=1)) == 6 and len(take(processor, path, frames=9)) == 9
+    settings = {"fps": None, "num_frames": 8}
+    other = write_model(tmp_path / "other", "llava_onevision", **{"video_preprocessor_config.json": settings})
+    for one in (mmaccel.load_processor(other), Processor.from_pretrained(other)):
+        assert len(take(one, path)) == 8
+    # No frame twice of a source that is slower.
+    slow = film(tmp_path / "slow.mp4", 9, 1, 96, 128)
+    assert len(take(processor, slow)) == 9
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_auto_takes_all_that_there_is_room_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = pair(name)
+    path = write_film(tmp_path / "film.mp4", 60)
+    family = adapter_for(model)
+    count, told = most_frames(processor, model, path)
+    assert count == 60 and "took 60 of 60 frames" in told and told.endswith("there are no more")
+    with pytest.warns(MmaccelWarning, match="frames='auto' took 60 of 60"):
+        inputs = processor.chat("what colour ?", videos=path, frames="auto", model=model)
+    # Qwen's positions are seconds: fewer frames of the same video end where all of them do.
+    if name == "random-ov":
+        most = int(family.positions(model, inputs).max())
+        monkeypatch.setattr(taking, "RESERVE", 40)
+        monkeypatch.setattr(family.text(model).config, "max_position_embeddings", 40 + most // 2)
+        count, told = most_frames(processor, model, path)
+        assert 20 <= count <= 30 and f"the model has {40 + most // 2} positions" in told
+        with pytest.warns(MmaccelWarning, match=re.escape(told)):
+            inputs = processor.chat("what colour ?", videos=path, frames="auto", model=model)
+        assert int(family.positions(model, inputs).max()) < 40 + most // 2
+        monkeypatch.undo()
+    # And so much memory; a window of keys needs less of it.
+    monkeypatch.setattr("mmaccel.media.reader.free_memory", lambda: 1 << 20)
+    count, told = most_frames(processor, model, path)
+    assert 0 < count < 60 and "GiB are free on cpu" in told
+    with mmaccel.accelerate(model, kv={"name": "window", "window": 64}, chunk=64):
+        assert most_frames(processor, model, path)[0] > count
+
+
+def test_auto_needs_a_model(tmp_path: Path) -> None:
+    _, processor = pair("random-ov")
+    with pytest.raises(ModelError, match="frames: 'auto' takes what a model has room for; give it as model="):
+        processor.chat("what", videos=tmp_path / "film.mp4", frames="auto")
+
+
+def test_the_report_says_what_was_taken(tmp_path: Path) -> None:
+    for name, units in (("random-ov", 12), ("random-qwen", 6)):
+        model, processor = pair(name)
+        inputs = processor.chat("what colour ?", videos=write_film(tmp_path / "film.mp4", 60), frames=12)
+        with mmaccel.accelerate(model) as fast:
+            model.generate(**inputs, max_new_tokens=2, do_sample=False)
+            report = fast.report()
+            assert report.video_units == units
+            assert report.video_tokens == int((inputs["input_ids"] == processor.video_token_id).sum())
+            model.generate(input_ids=inputs["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
+            assert (fast.report().video_units, fast.report().video_tokens) == (0, 0)
+
+
+def test_a_tiny_model_says_once_what_it_knows(shipped: Any, tmp_path: Path) -> None:
+    from mmaccel_lab.world import World, write_mp4
+    from mmaccel_lab.world.mp4 import COMMENT
+
+    assert COMMENT == WORLD
+    own, other = tmp_path / "own.mp4", write_film(tmp_path / "other.mp4", 20)
+    write_mp4(World.generate(3, 4), own, 42, 70)
+    processor = mmaccel.load_processor(shipped("tiny-ov"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        processor.chat("what ?", videos=own)
+        # Of any other model nothing is said.
+        pair("random-ov")[1].chat("what ?", videos=other)
+    told = r"tiny-ov knows only the world of `mmaccel-lab world`; what it says of .*other\.mp4 means nothing"
+    with pytest.warns(MmaccelWarning, match=told):
+        processor.chat("what ?", videos=other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        processor.chat("what ?", videos=other)
+    session = mmaccel.VideoSession(mmaccel.load_model("tiny-ov"), mmaccel.load_processor("tiny-ov"), "rekv")
+    with session, pytest.warns(MmaccelWarning, match=told):
+        session.watch(other, fps=10)

@@ -198,11 +198,11 @@ def _in_chunks(tried: _Tried, recipe: Mapping[str, Any], whole: Tensor, name: st
     chunk = -(-whole.shape[1] // 2)
     if name not in ("a_shape", "boundary_2d"):
         # By content each piece chooses anew: it has to run, and to be sparse.
-        with accelerate(tried.model, chunk=chunk, **recipe) as fast:
+        with accelerate(tried.model, backend="reference", chunk=chunk, **recipe) as fast:
             finite = bool(torch.isfinite(tried.logits(tried.inputs)).all())
             kept = fast.report().kept or 0.0
         return f"{kept:.0%} kept", finite and 0 < kept < 1
-    return tried.off({**recipe, "chunk": chunk}, CLOSE, plain=whole)
+    return tried.off({**recipe, "backend": "reference", "chunk": chunk}, CLOSE, plain=whole)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -335,13 +336,12 @@ class Rows:
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Write one row at once; gives it as it will be read."""
-        line = json.dumps(row)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._cut is not None:
             os.truncate(self.path, self._cut)
             self._cut = None
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write((line := json.dumps(row)) + "\n")
         self.rows.append(json.loads(line))
         return self.rows[-1]
 
@@ -349,12 +349,9 @@ class Rows:
 def parsed(data: bytes) -> Iterator[dict[str, Any]]:
     """The objects of the lines of `data`; a line that is none is left out."""
     for line in data.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
+        with suppress(ValueError):
+            if isinstance(row := json.loads(line), dict):
+                yield row
 
 
 def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -384,22 +381,19 @@ def environment(device: torch.device | str = "cpu", **more: Any) -> dict[str, An
         "system": platform.system(),
         **more,
     }
-    if place.type == "cuda":
-        card = torch.cuda.get_device_properties(place)
+    if place.type == "cuda" and (card := torch.cuda.get_device_properties(place)):
         found |= {"device": card.name, "device_bytes": card.total_memory, "cuda": torch.version.cuda}
     for package in ("mmaccel", "torch", "transformers", "triton", "flash-attn-4"):
-        try:
+        found[package] = None
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
     return found
 
 
 def _commit() -> str | None:
     """The commit of the checkout that this file is in; None where it is in none."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
+    with suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
+        return done.stdout.strip() or None
+    return None

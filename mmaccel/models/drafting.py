@@ -231,7 +231,9 @@ class _Sequence:
         )
         scored = options.return_dict_in_generate and (options.output_scores or options.output_logits)
         self.rows: list[Tensor] | None = [] if scored else None
-        self._scores: list[Tensor] = []
+        # None of these functions holds the sequence: it goes with the call, and what its memory held goes with it.
+        read, rows, scores = self.read, self.rows, list[Tensor]()
+        self._scores = scores
         self.meter = owner.attention.meter.sequence()
         careful = self._careful = CarefulDraft(self.meter, lasts=self._lasts)
         meter, streamer = self.meter, self._streamer
@@ -241,6 +243,13 @@ class _Sequence:
             if streamer is not None:
                 for token in tokens.cpu().reshape(-1):
                     streamer.put(token[None])
+
+        def scores_to(ids: Tensor) -> tuple[Tensor, ...] | None:
+            """The scores [1, V] of all tokens up to the last of `ids`, the next one asked about; None: not asked for."""
+            if rows is None or not options.output_scores:
+                return None
+            scores.append(logits_processor(ids[:, : read + len(scores)], rows[len(scores)]))
+            return tuple(scores)
 
         def keep(columns: Tensor) -> None:
             with careful.dropping() as state:
@@ -275,7 +284,7 @@ class _Sequence:
                 prompt,
                 first,
                 stop=lambda ids: bool(
-                    of_one("stopping_criteria", stopping_criteria(ids, self._scored(ids))).all()
+                    of_one("stopping_criteria", stopping_criteria(ids, scores_to(ids))).all()
                 ),
                 emit=emit,
                 meter=self.meter,
@@ -311,14 +320,6 @@ class _Sequence:
     def logits(self) -> Tensor:
         """[n, V] float32: the target's logits of each token generated."""
         return torch.cat(self.rows or [])
-
-    def _scored(self, ids: Tensor) -> tuple[Tensor, ...] | None:
-        """The scores [1, V] of all tokens up to the last of `ids`, the next one asked about; None: not asked for."""
-        if self.rows is None or not self.options.output_scores:
-            return None
-        n = len(self._scores)
-        self._scores.append(self.processors(ids[:, : self.read + n], self.rows[n]))
-        return tuple(self._scores)
 
     def scores(self) -> Tensor:
         """[n, V] float32: these logits, processed and warped."""

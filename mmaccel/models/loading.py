@@ -110,7 +110,11 @@ def load_model(
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
-    family_of(_type(source, revision))
+    config = config_of(folder_of(source, revision))
+    try:
+        family_of(str(config.get("model_type")))
+    except ModelError as error:
+        raise (ModelError(_own_code(source)) if "auto_map" in config else error) from None
     if device_map is None and first.type != "cpu" and find_spec("accelerate") is not None:
         device_map = first
     how = {
@@ -182,8 +186,8 @@ def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
     return _read(AutoModelForCausalLM, source, first.dtype).to(first.device).eval()  # type: ignore[no-any-return]
 
 
-def _type(source: str, revision: str | None = None) -> str:
-    return str(config_of(folder_of(source, revision)).get("model_type"))
+def _type(source: str) -> str:
+    return str(config_of(folder_of(source)).get("model_type"))
 
 
 def _config(source: str) -> Any:
@@ -370,6 +374,8 @@ def absent(name: str, error: BaseException) -> str | None:
 
 def own_code(name: str, error: Exception) -> str | None:
     """What is said of a model whose code comes with it, and is not run; None for another error."""
-    if "trust_remote_code" not in str(error):
-        return None
+    return _own_code(name) if "trust_remote_code" in str(error) else None
+
+
+def _own_code(name: str) -> str:
     return f"model {name!r} brings code of its own, which is not run; give a model of a family that transformers has."

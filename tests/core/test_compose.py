@@ -36,7 +36,7 @@ def test_impossible_pairs_are_told_in_one_sentence() -> None:
         and "set sparse to 'dense' or kv to 'full'" in told
     )
     told = sentence(kv=Window(margin=4), draft={"name": "sequential", "model": "x", "window": 8})
-    assert "rolls back up to 9 tokens" in told and "raise the memory's margin" in told
+    assert "rolls back up to 9 tokens" in told and "set the memory's margin to 9" in told
 
 
 @pytest.mark.parametrize("margin, fits", [(8, False), (9, True), (10, True)])

@@ -58,10 +58,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"draft": {"name": "parallel", "model": "DRAFT", "prune": {"name": "uv", "layer": 30}}},
         "uv: layer 30 and base 1 on a target of 3 layers",
     ),
-    "a draft's pruner on a memory of streams": (
-        {"kv": "rekv", "draft": {"name": "sequential", "model": "DRAFT", "prune": {"name": "uv"}}},
-        "which reads the states of a whole prompt",
-    ),
 }
 
 

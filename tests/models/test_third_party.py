@@ -121,5 +121,5 @@ def test_a_draft_on_a_stream_is_known_by_what_it_declares() -> None:
         stream_policy(Recipe.load("mosaic", draft=draft))
     with pytest.raises(RecipeError, match="a stream has none"):
         stream_policy(Recipe.load(kv="full", draft=Reads()))
-    with pytest.raises(RecipeError, match="a stream's video is read before there is a question"):
+    with pytest.raises(RecipeError, match="reads its video before there is a question"):
         stream_policy(Recipe.load(kv="full", draft=SparseToDense()))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.models import modules
-from mmaccel.models.modules import WINDOWS, batches_of, in_batches
+from mmaccel.models.modules import WINDOWS, batches_of, in_parts
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
@@ -49,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @contextmanager
 def batched(model: Any) -> Iterator[None]:
-    with in_batches(mmaccel.core.attach.adapter_for(model), model):
+    with in_parts(mmaccel.core.attach.adapter_for(model), model):
         yield
 
 

@@ -249,12 +249,10 @@ class StreamState(KVState):
     once it has ended; when a pass breaks off, the session calls ``restore`` with what ``checkpoint`` gave before the clip.
     Passes of kind "question" and "answer" run inside ``question_scope()``, which drops all they appended; "proxy" is dropped
     at ``end_pass()``. `length()` counts the stream's columns, and inside a question the question's and answer's too;
-    `truncate` reaches back to the beginning of the question. `counters` has "units" taken in, and those "resident",
-    whose keys are on the device.
+    `truncate` reaches back to the beginning of the question. `counters` has "units" taken in, and "resident" on the device.
     """
 
-    recalls_alike: bool = False
-    """Whether all layers show a question the same tokens of the same units."""
+    recalls_alike: bool = False  # whether all layers show a question the same tokens of the same units
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:
@@ -350,10 +348,8 @@ class StreamState(KVState):
 
 
 class FrameState(StreamState):
-    """A memory that keeps frames instead of keys and runs the model on some of them at a question.
-
-    It goes through no pass itself: what a question sees is made by `fresh`, filled with the units of `pick`.
-    """
+    """A memory that keeps frames instead of keys and runs the model on some of them at a question. It goes through no pass
+    itself: what a question sees is made by `fresh`, filled with the units of `pick`."""
 
     @abstractmethod
     def keep(self, frames: Tensor) -> None:

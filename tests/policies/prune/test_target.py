@@ -374,8 +374,7 @@ def test_what_it_cannot_do_is_told(family: str, model: Any, name: str) -> None:
 
     inputs = prompt(family, PROMPTS["video"])
     with mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
-        with pytest.raises(ModelError, match="one sequence"):
-            fast.generate(**inputs, max_new_tokens=2, num_return_sequences=2, do_sample=True)
+        assert len(fast.generate(**inputs, max_new_tokens=2, num_return_sequences=2, do_sample=True)) == 2
         with pytest.raises(ModelError, match="cache of its own"):
             fast(**inputs, past_key_values=DynamicCache())
         with pytest.raises(ModelError, match="output_hidden_states"):

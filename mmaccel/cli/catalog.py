@@ -18,7 +18,7 @@ from mmaccel.backends import select
 from mmaccel.cli.choices import takes
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
-from mmaccel.core.recipe import MAIN_PRESETS, Recipe, check_sequences, presets, stream_policy
+from mmaccel.core.recipe import FORMER, MAIN_PRESETS, Recipe, check_sequences, presets, stream_policy
 from mmaccel.core.registry import KINDS, policy, registry
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
@@ -97,7 +97,7 @@ def describe(
     ],
 ) -> None:
     """What a name stands for: its text, its fields with types and defaults, or its YAML."""
-    found = catalogue()
+    name, found = FORMER.get(name, name), catalogue()
     kinds = [kind for kind in DESCRIBED if name in registry(kind)]
     texts = []
     if name in found["recipe"]:

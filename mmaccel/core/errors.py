@@ -47,7 +47,7 @@ def _listed(values: Collection[Any], most: int) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The words on the nearest of `known`, before more; none where all are far."""
-    near = difflib.get_close_matches(name[:SHOWN], list(known), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(name)[:SHOWN], list(known), n=1, cutoff=0.4)
     return f"the nearest that is, is {near[0]!r}; " if near else ""
 
 

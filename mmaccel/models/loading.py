@@ -114,7 +114,8 @@ def load_model(
     try:
         family_of(str(config.get("model_type")))
     except ModelError as error:
-        raise (ModelError(_own_code(source)) if "auto_map" in config else error) from None
+        own = "auto_map" in config and not trust_remote_code
+        raise (ModelError(_own_code(source)) if own else error) from None
     if device_map is None and first.type != "cpu" and find_spec("accelerate") is not None:
         device_map = first
     how = {

@@ -303,7 +303,9 @@ class Processor:
     def _match(self, texts: list[str], given: Mapping[str, int]) -> None:
         """Raise `ModelError` where the placeholders are not as many as the visuals `given` of each kind."""
         for kind, token in (("image", self.image_token), ("video", self.video_token)):
-            asked = sum(text.count(token) for text in texts)
+            asked = 0 if token is None else sum(text.count(token) for text in texts)
+            if given[kind] and token is None:
+                raise ModelError(f"models of type {self.model_type!r} take no {kind}s; leave them out.")
             if asked and not given[kind]:
                 # As transformers has it.
                 warn(

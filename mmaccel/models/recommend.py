@@ -18,8 +18,7 @@ from mmaccel.core import costs, rates
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import MAIN_PRESETS, Recipe
-from mmaccel.models import loading, shapes
-from mmaccel.models.processor import Processor
+from mmaccel.models import loading, shapes, stock
 from mmaccel.models.prompt_layout import positions_of
 
 LOSSLESS = ("exact", "captions")
@@ -59,7 +58,7 @@ def sizes_of(
 
         known = str(model) in shapes.SHAPES
         config = shapes.config(str(model)) if known else loading.outline(model).model.config
-        processor = None if known else Processor.from_pretrained(loading.resolve(model))
+        processor = None if known else stock.load(model)
         with torch.device("meta"):
             built = AutoModelForImageTextToText.from_config(config)
     family: Any = adapter_for(built)
@@ -70,6 +69,9 @@ def sizes_of(
     inside = {id(p): p.numel() for p in [*text.parameters(), head]}
     vision: Any = built.config.vision_config
     depth = getattr(vision, "num_hidden_layers", None) or vision.depth
+    # Qwen2-VL calls the output's width hidden_size.
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    wide = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
     if processor is None:
         patches, tokens = shapes.frame(str(model), *size)
         pixels = patches * 3 * vision.patch_size**2 * pace
@@ -91,9 +93,9 @@ def sizes_of(
         head_weights=head.numel(),
         tower_weights=weights - sum(inside.values()),
         tower_layers=depth,
-        tower_width=vision.hidden_size,
-        tower_inner=vision.intermediate_size,
-        patch_row=_patch_row(family, built, vision, depth, kind.itemsize),
+        tower_width=width,
+        tower_inner=wide,
+        patch_row=_patch_row(family, built, (width, wide), depth, kind.itemsize),
         patches=patches,
         tokens=tokens,
         pixels=pixels,
@@ -103,11 +105,11 @@ def sizes_of(
     )
 
 
-def _patch_row(family: Any, model: Any, vision: Any, depth: int, itemsize: int) -> int:
+def _patch_row(family: Any, model: Any, vision: tuple[int, int], depth: int, itemsize: int) -> int:
     """Elements that a patch holds in the tower at most: states and the gate; queries and keys where they are turned, in
     float32; the states of all layers, in releases of transformers that keep them to choose from."""
-    width = vision.hidden_size
-    row = 4 * width + 2 * vision.intermediate_size
+    width, wide = vision
+    row = 4 * width + 2 * wide
     if family.windowed(model) is not None:
         row = max(row, (8 + 16 // itemsize) * width)
     features = inspect.signature(family.multimodal(model).get_video_features).parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import secrets
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,10 +88,17 @@ class StockProcessor(Processor):
             given.update(videos=videos, video_metadata=told, do_sample_frames=False)
         kinds = (("image", self.image_token, pictures), ("video", self.video_token, videos))
         words = {kind: token for kind, token, visuals in kinds if token and not visuals}
-        if plain or any(token in text for token in words.values() for text in texts):
+        stray = {kind: token for kind, token in words.items() if any(token in text for text in texts)}
+        if self.style is None:
+            # Frames of such a family may be made of the token of images, which has to stay.
+            for token in stray.values():
+                mark = f"\ue000{secrets.token_hex(8)}\ue001"
+                plain, texts = {**plain, mark: token}, [text.replace(token, mark) for text in texts]
+            stray = {}
+        if plain or stray:
             stock = copy.copy(stock)
             stock.tokenizer = _Marking(stock.tokenizer, plain)
-            for kind in words:
+            for kind in stray:
                 # A placeholder of nothing is a word; stock refuses it.
                 setattr(stock, f"{kind}_token", None)
         made = self._run(stock, text=list(texts), add_special_tokens=special, return_tensors="pt", **given)
@@ -148,7 +156,11 @@ def wrapped(processor: Any, model_type: str | None = None, *, special_tokens: bo
     """A processor of ours as it is, one of transformers' as a `StockProcessor` of the model type `model_type` (None: of the
     one that it is made for). Raises `ModelError` for anything else."""
     if isinstance(processor, Processor):
-        return processor
+        if special_tokens or not processor.special_tokens:
+            return processor
+        guarded = copy.copy(processor)
+        guarded.special_tokens = False
+        return guarded
     if not all(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template", "save_pretrained")):
         raise ModelError(
             f"processor: {shown(processor)} is none; give the model's own, by mmaccel.load_processor or AutoProcessor."
@@ -186,4 +198,5 @@ def _stock(place: Path) -> Any:
         found = AutoProcessor.from_pretrained(place, trust_remote_code=False)
     except Exception:  # whatever a broken file or package raises
         return None
-    return found if hasattr(found, "tokenizer") and hasattr(found, "video_processor") else None
+    whole = hasattr(found, "video_processor") or str(config_of(place).get("model_type")) not in styles()
+    return found if hasattr(found, "tokenizer") and whole else None

@@ -123,7 +123,9 @@ def most_frames(
     usual = budget_of(processor).count(total, rate)
     size = size_of(processor, usual, height, width) or (height, width)
     pace = family.pace(model)
-    few, more = (_prompt(processor, torch.zeros(pace * n, 3, *size, dtype=torch.uint8), rate) for n in (1, 2))
+    # The second unit as late as the last: where its time is written, that is the longest.
+    late = rate / total
+    few, more = (_prompt(processor, torch.zeros(pace * n, 3, *size, dtype=torch.uint8), late) for n in (1, 2))
 
     def slope(of: Callable[[dict[str, Tensor]], float]) -> float:
         return of(more) - of(few)
@@ -141,6 +143,9 @@ def most_frames(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     rooms: dict[str, float] = {"there are no more": total}
     if (limit := positions_of(text.config)) is not None:
+        first, second = (int(family.positions(model, made).max()) for made in (few, more))
+        # Words may stand between the frames of a family without a style: each unit goes on behind those before it.
+        apart = second - first if processor.style is None else 0
 
         def over(steps: int) -> bool:
             """Whether so many steps of time, over all of the video, leave too few positions."""
@@ -148,7 +153,7 @@ def most_frames(
                 processor, torch.zeros(pace, 3, *size, dtype=torch.uint8), steps * pace / total * rate
             )
             last = family.positions(model, at).max() + family.steps(model, at, steps)[-1]
-            return int(last) + RESERVE >= limit
+            return max(int(last), first + apart * (steps - 1)) + RESERVE >= limit
 
         rooms[f"the model has {limit} positions"] = (
             bisect.bisect_left(range(1, -(-total // pace) + 1), True, key=over) * pace

@@ -49,6 +49,10 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     assert "window (kv)" in out and "(recipe: what `--recipe std` is)" in call("describe", "std")[1]
 
 
+def test_describe_knows_a_former_name(call: Call) -> None:
+    assert call("describe", "prompt-lookup")[1] == call("describe", "exact")[1]
+
+
 def test_describe_explains_every_field_of_a_recipe(call: Call) -> None:
     status, out, _ = call("describe", "recipe")
     text, defaults = out.split("\ndefaults\n")

@@ -333,7 +333,7 @@ def test_the_layout_is_a_prompt_s() -> None:
         with live.asked(QUESTION, 1) as asked:
             pruning: Any = asked.state
             (layout,) = pruning._layouts.values()
-            (head, base), rows = next(iter(pruning._layouts)), pruning._tail
+            (head, base, _), rows = next(iter(pruning._layouts)), pruning._tail
         marks = live.info.marks.shape[0]
     unit = live.stream.unit
     assert (base - head, layout.length) == (FRAMES * unit, base + rows) and marks > 0

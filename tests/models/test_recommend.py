@@ -134,3 +134,19 @@ def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:
     assert device_of("h200", sizes).attend.dense.each < rates.DEVICES["h200"].attend.dense.each
     with pytest.raises(ModelError, match="h200, h100"):
         device_of("h900", sizes)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_towers_that_name_their_widths_otherwise_are_counted(kind: str, tmp_path: Path) -> None:
+    """Qwen2-VL's `hidden_size` is the width that it gives, and it has no `intermediate_size`."""
+    from transformers import AutoConfig
+
+    stock = mmaccel.load_processor("tiny-qwen").stock
+    config = AutoConfig.for_model(kind)
+    config.save_pretrained(tmp_path)
+    stock.save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    vision = config.vision_config
+    sizes = sizes_of(tmp_path)
+    assert sizes.tower_width == getattr(vision, "embed_dim", vision.hidden_size)
+    assert sizes.tower_inner == getattr(vision, "intermediate_size", int(4 * sizes.tower_width))

@@ -102,3 +102,30 @@ def test_a_cap_of_the_host_is_shared_by_layers() -> None:
     policy: Any = mmaccel.Recipe.load(kv={"name": "rekv", "host_bytes": 1000}).kv
     assert policy.for_layers(0.25).host_bytes == 250
     assert mmaccel.Recipe.load(kv="rekv").kv.for_layers(0.25).host_bytes is None
+
+
+def test_clusters_are_of_all_layers_where_a_device_has_one() -> None:
+    model, processor = pair("random-ov", 3)
+    with mmaccel.VideoSession(model, processor, None, kv=KV["mosaic"]) as one:
+        one.watch(film(25), fps=FPS)
+        wanted = one._live.state.clusters()  # type: ignore[union-attr]
+    with mmaccel.VideoSession(model, processor, None, kv=KV["mosaic"]) as two:
+        two._stream_adapter.layer_devices = [CPU, OTHER, OTHER]
+        two.watch(film(25), fps=FPS)
+        found = two._live.state.clusters()  # type: ignore[union-attr]
+    assert {name: rows.shape for name, rows in found.items()} == {
+        name: rows.shape for name, rows in wanted.items()
+    }
+    assert all(torch.equal(found[name], rows) for name, rows in wanted.items())
+
+
+def test_a_pruner_acts_on_both() -> None:
+    said = []
+    for devices in ([CPU] * 4, [CPU, CPU, OTHER, OTHER]):
+        model, processor = pair("random-ov", 4)
+        recipe = {"kv": KV["full"], "prune": {"name": "fastv", "layer": 1, "retention": 0.5}}
+        with mmaccel.VideoSession(model, processor, recipe) as session:
+            session._stream_adapter.layer_devices = devices
+            session.watch(film(25), fps=FPS)
+            said.append(logits(session))
+    assert torch.equal(*said)

@@ -116,3 +116,10 @@ def test_a_build_of_torchvision_for_cuda_imports_beside_a_torch_for_cpus() -> No
     import torchvision  # conftest imports mmaccel first, which declares what it registers for
 
     assert torchvision.__version__
+
+
+def test_a_processor_that_is_there_can_still_be_guarded() -> None:
+    ours = mmaccel.load_processor("tiny-qwen")
+    guarded = mmaccel.load_processor(ours, special_tokens=False)
+    assert ours.special_tokens and not guarded.special_tokens
+    assert mmaccel.load_processor(guarded) is guarded

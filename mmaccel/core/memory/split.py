@@ -157,7 +157,9 @@ class SplitState(StreamState):
                     layout.padded
                 )  # known: nothing is read of a device that has yet to get there
                 layout = moved
-            state.begin_pass(replace(stream_pass, layout=layout))
+            look = stream_pass.look
+            look = None if look is None else look.to(device, non_blocking=True)
+            state.begin_pass(replace(stream_pass, layout=layout, look=look))
 
     def end_pass(self) -> None:
         for state in self._states:
@@ -266,9 +268,13 @@ class SplitState(StreamState):
 
     def clusters(self) -> dict[str, Tensor]:
         found = [state.clusters() for state in self._states]
-        # A level that all layers share has one row, and all parts the same.
+
+        def shared(name: str) -> bool:
+            """A level that all layers share has one row, and all parts the same."""
+            return max(self._layers) > 1 and all(len(one[name]) == 1 for one in found)
+
         return {
-            name: rows if len(rows) == 1 else torch.cat([one[name].to(rows.device) for one in found])
+            name: rows if shared(name) else torch.cat([one[name].to(rows.device) for one in found])
             for name, rows in found[0].items()
         }
 

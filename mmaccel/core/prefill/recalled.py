@@ -125,7 +125,7 @@ class RecallPruning(AroundMemory):
         self._stages = {s.layer: s for s in (pruner.stages(depth) if pruner.stage == "layer" else ())}
         glance = depth if pruner.glance is None else pruner.glance
         self._glance, self._first = glance, min([glance, *(layer - 1 for layer in self._stages)])
-        self._layouts: dict[tuple[int, int], TokenLayout] = {}
+        self._layouts: dict[tuple[int, int, torch.device], TokenLayout] = {}
         # Of layers that show the same: the columns that cuts have left, and what was paid to them.
         self._left: Tensor | None = None
         self._paid: dict[int, Tensor] = {}
@@ -157,7 +157,10 @@ class RecallPruning(AroundMemory):
 
     def _drop(self, layer: int, view: KVView, query: Tensor, layout: TokenLayout, alike: bool) -> None:
         """Note which columns `layer` shows to the question."""
-        stage, coming = self._stages.get(layer), self._stages.get(layer + 1)
+        stage, coming, home = self._stages.get(layer), self._stages.get(layer + 1), view.key.device
+        # Of a layer before that may lie on another device.
+        self._left = None if self._left is None else self._left.to(home)
+        self._paid = {number: one.to(home) for number, one in self._paid.items()}
         if not alike:
             if reached := [at for at in self._stages if at <= layer]:
                 stage = self._stages[reached[-1]]
@@ -246,6 +249,7 @@ class RecallPruning(AroundMemory):
         chosen = self._glanced[by][1] if layer > self._glance else None
         if chosen is None:
             return self._shown(layer, view, base)
+        chosen = chosen.to(device)
         chosen = chosen if held is None else chosen[torch.isin(chosen, held)]
         self.counts["visual seen decoding"] = float(len(chosen))
         ends = torch.arange(first, device=device), torch.arange(base, view.key.shape[2], device=device)
@@ -256,13 +260,15 @@ class RecallPruning(AroundMemory):
     def _layout(self, first: int, base: int, device: torch.device) -> TokenLayout:
         """What the columns of a question's view are, of which those from `first` to `base` are units; one for all layers
         that show as many."""
-        if (first, base) not in self._layouts:
+        if (first, base, device) not in self._layouts:
             place = torch.arange(base + self._tail, device=device)[None]
             inside = (place >= first) & (place < base)
             frame = torch.where(inside, (place - first) // self._stream.unit, -1)
             text = (place < self._stream.head) | (place >= base + self._before)
-            self._layouts[first, base] = TokenLayout.build(torch.where(text, TEXT, VIDEO), frame=frame)
-        return self._layouts[first, base]
+            self._layouts[first, base, device] = TokenLayout.build(
+                torch.where(text, TEXT, VIDEO), frame=frame
+            )
+        return self._layouts[first, base, device]
 
 
 def _name(layer: int) -> str:

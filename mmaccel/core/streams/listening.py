@@ -56,7 +56,7 @@ class Listening(Around):
                 f"prune {self._pruner.name!r} did not hear the frames that were read before; watch them under this recipe."
             )
         first, end = words or (0, None)
-        asked = [self._asked[layer][first:end] for layer in self._stage.hidden]
+        asked = [self._asked[layer][first:end].to(tokens.device) for layer in self._stage.hidden]
         shown = [self.kept(layer)[tokens.cpu()].to(tokens.device) for layer in self._stage.hidden]
         hidden = torch.stack([torch.cat(pair) for pair in zip(shown, asked, strict=True)])
         count, home = len(tokens), tokens.device
@@ -115,7 +115,7 @@ class StreamListener(AroundMemory):
             tokens, rows = self.state.seen(layer), self._tail - self._before
             if tokens is not None and len(tokens) == base - first > 0:
                 if sees:
-                    self._heard[layer] = tokens, tokens
+                    self._heard[layer] = (tokens.to(view.key.device),) * 2
                     return view
                 key, turned = view.key[0], query if view.query is None else view.query
                 at = torch.arange(key.shape[1] - rows, key.shape[1], device=key.device)

@@ -23,8 +23,8 @@ from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Listening
 
 WATCHED = (
-    "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest and on questions of "
-    f"{MIN_ROWS} tokens and more"
+    "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
+    f"of {MIN_ROWS} tokens and of more than dense_tail"
 )
 
 

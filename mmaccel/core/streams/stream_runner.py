@@ -221,7 +221,7 @@ class StreamRunner:
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
-        how |= self.around.ears(stream_pass.kind)
+        how |= {} if self.beside.failed else self.around.ears(stream_pass.kind)
         state.begin_pass(stream_pass)
         hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
         state.end_pass()

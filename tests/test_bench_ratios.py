@@ -76,7 +76,7 @@ def test_every_case_has_a_committed_ratio_and_a_reason(bench):
         assert case["ratios"] and all(ratio > 0 for ratio in case["ratios"].values())
 
 
-def test_a_processor_has_its_own_ratio_or_the_mean_of_the_others(bench, monkeypatch, tmp_path):
+def test_a_processor_has_its_own_ratio_or_the_largest_of_the_others(bench, monkeypatch, tmp_path):
     path, here = tmp_path / "ratios.json", ["one"]
     monkeypatch.setattr("committed.processor", lambda: here[0])
 
@@ -89,7 +89,7 @@ def test_a_processor_has_its_own_ratio_or_the_mean_of_the_others(bench, monkeypa
     bench.commit(path, "case", 1.0, "for a reason")
     here[0] = "two"
     bench.commit(path, "case", 4.0, "for a reason")
-    assert seen() == pytest.approx([1.0, 4.0, 2.0])
+    assert seen() == pytest.approx([1.0, 4.0, 4.0])
     here[0] = "two"
     bench.commit(path, "case", 3.0, "for another reason")
     assert seen() == pytest.approx([3.0, 3.0, 3.0])

@@ -78,7 +78,7 @@ def test_the_report_tells_of_the_last_question_and_of_what_was_ingested() -> Non
         assert session.report().kept == kept, "what an earlier question listed is not counted again"
         session.ask(QUESTION, 2)
         assert session.report().kept is None and session.report().patterns == (), "a short one is dense"
-        assert "on questions of 64 tokens and more" in session.report().notes[0]
+        assert "on questions of 64 tokens and of more than dense_tail" in session.report().notes[0]
     with open_session("random-ov", STREAMS["mosaic"], **how) as session:
         session.ingest(film(FRAMES), fps=FPS)
         alone = session.report().kept

@@ -392,9 +392,9 @@ def styles() -> dict[str, ProcessorStyle]:
 
 def _style_of(model_type: str) -> ProcessorStyle:
     """The style of a model type; raises `ModelError` where no family has one."""
-    known = styles()
-    if model_type not in known:
+    if model_type not in (known := styles()):
         raise ModelError(
-            f"model type {errors.shown(model_type)} is not supported: there are {', '.join(sorted(known))}."
+            f"model type {errors.shown(model_type)} is not one of {', '.join(sorted(known))}, and transformers' own "
+            "processor cannot be loaded; install torchvision, or mend the folder."
         )
     return known[model_type]

@@ -331,7 +331,9 @@ def test_broken_folders_are_told(tmp_path: Path) -> None:
     folder = broken("d")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    with raises("model type 'bert' is not supported: there are llava_onevision, qwen2_5_vl, qwen2_vl"):
+    with raises(
+        "model type 'bert' is not one of llava_onevision, qwen2_5_vl, qwen2_vl, and transformers' own"
+    ):
         Processor.from_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({**config, "video_token_id": 3}))
     with raises(r"'<\|video_pad\|>' is token 8 of the tokenizer, but video_token_id is 3 in config\.json"):

@@ -127,5 +127,8 @@ def test_a_pruner_acts_on_both() -> None:
         with mmaccel.VideoSession(model, processor, recipe) as session:
             session._stream_adapter.layer_devices = devices
             session.watch(film(25), fps=FPS)
+            assert isinstance(session._live.state, SplitState) == (len(set(devices)) == 2)  # type: ignore[union-attr]
             said.append(logits(session))
+            counted = session.counters()
+            assert 0 < min(n for name, n in counted.items() if name.startswith("visual")) < counted["visual"]
     assert torch.equal(*said)

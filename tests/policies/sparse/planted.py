@@ -1,30 +1,18 @@
-"""How often the stride and the phases of a planted grid head are recovered, against how faint its lines are.
+"""Grid heads planted under noise, and what `Grid(stride="free")` plans for them, read back from the plan.
 
 A head is planted by its scores alone: the last 64 queries are unit vectors and each key holds what they give it, so that
 every pair on a line has `ratio` times the weight of a pair of the background. Gaussian noise on every score, a sink and a
-neighbourhood lie over it. What `Grid(stride="free")` plans for those queries is then read back from the plan.
-
-    python bench/planted.py --draws 140 --out bench/results/planted_cpu_202611.jsonl
-    python bench/planted.py --ratios 4 --draws 1000 --seed 1000 --out bench/results/planted_cpu_202611.jsonl
-    python bench/planted.py --rows bench/results/planted_cpu_202611.jsonl --picture docs/planted.svg
+neighbourhood lie over it.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timing import Log, read_rows
 
 from mmaccel.core.layout import TokenLayout
 from mmaccel.policies.sparse import Grid
@@ -48,11 +36,6 @@ KINDS = tuple(
     )
 )
 """Every combination of lines."""
-
-RATIOS = (1.05, 1.1, 1.15, 1.25, 1.5, 2.0, 4.0)
-
-SEARCHED = ("planted lines searched", "all lines searched")
-"""Which lines the pattern has on: those of the head, or every kind."""
 
 BATCH = 25
 """Heads of one plan, over the same number of keys."""
@@ -195,85 +178,3 @@ def verdicts(
             found = read(mask, pattern.vertical, pattern.slash)
             told.append((head, found, found.verdict(head)))
     return told
-
-
-def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
-    """The share recovered against the ratio, as a picture."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("planted: a picture needs matplotlib; install the 'plot' extra, or leave out --picture.")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for searched in SEARCHED:
-        points: dict[float, list[dict[str, Any]]] = {}
-        for row in rows:
-            if row["searched"] == searched:
-                points.setdefault(row["ratio"], []).append(row)
-        ratios = sorted(points)
-        for style, verdicts in (("-o", ("exact",)), (":", ("exact", "harmonic"))):
-            share = [
-                sum(row[v] for row in points[r] for v in verdicts) / sum(row["draws"] for row in points[r])
-                for r in ratios
-            ]
-            label = f"{searched}, {'stride exact' if len(verdicts) == 1 else 'or a harmonic'}"
-            color = "C0" if searched == SEARCHED[0] else "C1"
-            axes.plot([r - 1 for r in ratios], share, style, color=color, label=label, markersize=4)
-    axes.axhline(0.99, color="grey", linewidth=0.7)
-    axes.set(
-        xscale="log", xlabel="weight of a pair on a line / of a background pair", ylabel="heads recovered"
-    )
-    axes.set_xticks([r - 1 for r in ratios], [f"{r:g}" for r in ratios])
-    axes.minorticks_off()
-    axes.set_ylim(0, 1.02)
-    axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plt.rcParams["svg.hashsalt"] = "planted"
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def tallied(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of every ratio, of each way to search and each kind of head, written as they come."""
-    log, rows = Log(options.out), []
-    for ratio in options.ratios:
-        for searched in SEARCHED:
-            total: Counter[str] = Counter()
-            for k, kinds in enumerate(KINDS):
-                count = options.draws // len(KINDS) + (k < options.draws % len(KINDS))
-                told = verdicts(kinds, count, ratio, options.seed + k, blind=searched == SEARCHED[1])
-                tally = Counter(verdict for *_, verdict in told)
-                total += tally
-                row = dict(
-                    case="planted grid", ratio=ratio, lines=list(kinds), searched=searched, draws=count
-                )
-                row |= {verdict: tally[verdict] for verdict in ("exact", "harmonic", "missed")}
-                rows.append(row)
-                log.row(**row)
-            print(f"ratio {ratio:g}, {searched}: {dict(total)}", flush=True)
-    return rows
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--draws", type=int, default=1000, help="heads for each ratio, shared out over the kinds"
-    )
-    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON lines; rows are added to them")
-    parser.add_argument("--rows", nargs="+", type=Path, help="draw nothing anew: show what these files hold")
-    parser.add_argument("--picture", type=Path, help="SVG or PNG of the curve")
-    options = parser.parse_args(argv)
-    if (options.out is None) == (options.rows is None):
-        parser.error("give --out to draw heads, or --rows to show what was drawn.")
-    rows = tallied(options) if options.out else [row for row in read_rows(options.rows) if "ratio" in row]
-    if options.picture:
-        draw_curve(rows, options.picture)
-
-
-if __name__ == "__main__":
-    main()

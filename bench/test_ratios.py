@@ -41,7 +41,7 @@ from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe
 
 LIMIT, SURE, TRIES = 1.25, 4.0, 3
-"""Limit, deviations of the sign test by which more than half of the turns must lie below it, and medians above it to fail."""
+"""Limit, deviations by which most turns must lie below it in the sign test, and medians above it to fail."""
 STRETCH, LEAST, MOST = 0.01, 3.0, 6.0
 """CPU seconds of one function's calls in a turn, and of all turns of a case, at least and at most."""
 Pair = tuple[Callable[[], Any], Callable[[], Any]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import select
-from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
+from mmaccel.core.adapter import Branches, Clip, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
 from mmaccel.core.errors import ModelError, RecipeError, nearest, shown
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVState, StreamState
@@ -31,17 +31,6 @@ _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
 
 FRAME = 196
 """Tokens of a frame of the prompts on which a pattern's planning is timed."""
-
-
-@dataclass(frozen=True, eq=False)
-class Clip:
-    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, where these are known; `part`: of a
-    source whose length is not known."""
-
-    frames: Tensor
-    times: list[float] | None
-    fps: float | None
-    part: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +77,11 @@ class StreamModel(ABC):
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
         """`frames` [T, 3, H, W] at (height, width)."""
         return frames
+
+    def spoken(self, features: Tensor, moments: Sequence[tuple[int, Sequence[float]]]) -> Tensor:
+        """[n, P, E] units as they enter the layers: `features` [n, ., E] of each, and what is written beside it of the
+        moment it shows. Wider than E where layers add to them (`run`)."""
+        return features
 
     @abstractmethod
     def head(self) -> Tensor:

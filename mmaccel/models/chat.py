@@ -203,6 +203,12 @@ def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     return ids
 
 
+def alike(one: list[int], other: list[int]) -> int:
+    """How many first entries are the same."""
+    odd = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(odd, min(len(one), len(other)))
+
+
 def _marked(special: re.Pattern[str], messages: list[Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The messages, with a random mark in place of each of `special` in their texts."""
     plain: dict[str, str] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, Runner
+from mmaccel.core.adapter import Branches, Moment, Runner
 from mmaccel.core.attach import Question, StreamModel
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import Heard
@@ -25,6 +25,7 @@ from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.streams.listening import Listening
 from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.models import deepstack, units
 from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, positions_of
@@ -76,7 +77,8 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             if kinds is not None:
                 others["mm_token_type_ids"] = torch.cat([kinds[:, : self._head], kinds[:, self._tail :]], 1)
             with self._busy():
-                self._rest = self.family.embed(self.model, {**others, "input_ids": rest[None]})[0]
+                given = self.family.entering(self.model, {**others, "input_ids": rest[None]})
+                self._rest = deepstack.side_by_side(given)[0]
         else:
             self._rest = self.words(rest)
         tail = ids[0, self._tail :]
@@ -112,6 +114,10 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         mine = layout.segment[0] == self._video
         columns = mine.nonzero()[:, 0]
         begin, stop = int(columns[0]), int(columns[-1]) + 1
+        if self.family.stamped:
+            gap, tokens = units.spacing(layout, mine, self._attachment.owner.recipe.kv.name)
+            self._words, begin = gap - tokens, max(begin - gap + tokens, 0)
+            return begin, stop, stop
         return begin, begin + int((layout.frame[0][mine] >= 0).sum()), stop
 
     def _shares(self, layout: TokenLayout) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -153,7 +159,16 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         if not len(frames):
             none = self._rest[:0]
             return none[:, None].expand(0, self._unit, -1), none
-        return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, self._unit)
+        unit = self._unit - self._words
+        return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, unit)
+
+    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+        if not self._words or not len(features):
+            return features
+        begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
+        ids = self.inputs["input_ids"][0]
+        around = [(ids[begin : begin + self._words].tolist(), list[int]()) for begin in begins]
+        return units.spoken(self.words, features, around)
 
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})
@@ -165,6 +180,11 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         if self._video is None:
             unit = rows[:, begin : begin + 1]
             return PositionIds(head, unit, torch.arange, text + 1, 1, limit, after=after)
+        unit = rows[:, begin : begin + self._unit]
+        if self._words:
+            slope = int(rows[0, begin + self._unit] - rows[0, begin])
+            made = PositionIds.evenly(head, unit, text - (count - 1) * slope, slope, limit, after)
+            return self._checked(made, rows[:, begin:end], count)
         one, first = self._alone(1)
         second, third = self._alone(2)[1], self._alone(3)[1]
         slope = second - first
@@ -172,10 +192,13 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         def steps(units: int) -> Tensor:
             return self.family.steps(self.model, one, units)
 
-        unit, pace = rows[:, begin : begin + self._unit], self.family.pace_of(self.model, one)
+        pace = self.family.pace_of(self.model, one)
         made = PositionIds(head, unit, steps, text - (count - 1) * slope, slope, limit, pace, after)
-        same = torch.equal(made.units(0, count).view(-1, end - begin), rows[:, begin:end])
-        if third - second != slope or not same:
+        return self._checked(made, rows[:, begin:end], count, third - second == slope)
+
+    def _checked(self, made: PositionIds, rows: Tensor, count: int, even: bool = True) -> PositionIds:
+        """The places `made` of `count` units, whose own positions [A, n] are `rows`."""
+        if not even or not torch.equal(made.units(0, count).view(rows.shape), rows):
             raise ModelError(
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
                 f"frame; set kv to 'full'."

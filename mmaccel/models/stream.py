@@ -9,18 +9,17 @@ meanwhile, where there is one, for whoever else calls them too. Nothing stays on
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, ModelView, home_of
-from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
+from mmaccel.core.adapter import Branches, Clip, ModelView, home_of
+from mmaccel.core.attach import StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import StreamState
@@ -29,8 +28,9 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.models import step
+from mmaccel.models import deepstack, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
+from mmaccel.models.chat import alike
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.modules import in_chunks, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
@@ -56,6 +56,8 @@ class StreamPasses:
     """
 
     left_out: int | None = None
+    _words = 0
+    """Tokens of a unit that are words (`units.py`)."""
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
         self.model, self.family, self._attachment = model, family, attachment
@@ -102,9 +104,10 @@ class StreamPasses:
         """The places of what the recipe's pruner leaves of units at `made`."""
         if self.thins is None:
             return made
-        left = left_of(self.thins, made.tokens)
-        self.left_out = made.tokens * self.thins.group - left
-        return made.anew(left)
+        tokens = made.tokens - self._words
+        left = left_of(self.thins, tokens)
+        self.left_out = tokens * self.thins.group - left
+        return made.anew(left + self._words)
 
     def words(self, ids: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -133,10 +136,13 @@ class StreamPasses:
         )
         # Captured steps have chains alone.
         captured = few and branches is None and not ears and embeds.device.type in step.DEVICES
-        steps = self._few if captured else None
+        steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         if steps is not None and steps.serves(embeds):
             with self._busy():
                 return steps.run(run, embeds, hidden)
+        more: dict[str, Any] = {}
+        if embeds.shape[1] > (wide := self.view.geometry.hidden):
+            embeds, more = deepstack.parted(embeds, wide)
         cache = KVCache(state, depth)
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:
@@ -153,6 +159,7 @@ class StreamPasses:
                 past_key_values=cache,
                 use_cache=True,
                 **{PASS: run},
+                **more,
             )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
@@ -275,8 +282,8 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         if self.device.type == "cuda" and not frames.is_cuda:
             # Otherwise the host would wait for all that the device has yet to do.
             frames = frames.pin_memory().to(self.device, non_blocking=True)
-        inputs = self.processor.pixels(frames, device=self.device, dtype=self.dtype)
         seen, unit = self._unit(size)
+        inputs = self._pixels(frames, seen)
         if self.family.frame_size(self.model, inputs) != seen:
             raise ModelError(
                 f"frames of {frames.shape[3]}x{frames.shape[2]} come to the model in a size that depends on their number; "
@@ -284,11 +291,14 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
             )
         return self.encoded(inputs, frames.shape[0] // self.frames_a_step, unit)
 
+    def _pixels(self, frames: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
+        return self.processor.pixels(frames, device=self.device, dtype=self.dtype)
+
     def _unit(self, size: tuple[int, int]) -> tuple[tuple[int, int], int]:
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
         if size not in self._units:
             inputs, _, unit, _ = self._positions(size, None, 1)
-            self._units[size] = self.family.frame_size(self.model, inputs), unit.shape[1]
+            self._units[size] = self.family.frame_size(self.model, inputs), unit.shape[1] - self._words
         return self._units[size]
 
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -305,8 +315,8 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         check_question(question)
         plain = self._template[1]
         ids = self._chat(question)[1]
-        begin = _alike(ids, plain)
-        end = _alike(ids[begin:][::-1], plain[begin:][::-1])
+        begin = alike(ids, plain)
+        end = alike(ids[begin:][::-1], plain[begin:][::-1])
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
     @functools.cached_property
@@ -343,7 +353,10 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         def steps(units: int) -> Tensor:
             return self.family.steps(self.model, inputs, units)
 
-        made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
+        if self._words:
+            made = PositionIds.evenly(head, unit, text, slope, limit)
+        else:
+            made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
         same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)
         if third - second != slope or not same:
             raise ModelError(
@@ -356,45 +369,31 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         self, size: tuple[int, int], fps: float | None, units: int
     ) -> tuple[dict[str, Any], Tensor, Tensor, int]:
         """A prompt with so many units, the positions of its head [A, h] and units [A, units * P], and its text's first."""
-        frames = torch.zeros(units * self.frames_a_step, 3, *size, dtype=torch.uint8)
-        inputs = self.processor(
-            self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
-        )
-        head, tail = self._template
-        ids = torch.cat([head[None], inputs["input_ids"], torch.tensor([tail], device=self.device)], 1)
-        inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-        inputs["input_ids"] = ids
-        if "mm_token_type_ids" in inputs:
-            inputs["mm_token_type_ids"] = (ids == self.processor.video_token_id).int() * 2
+        count, (head, tail) = units * self.frames_a_step, self._template
+        inputs = self.prompt(torch.zeros(count, 3, *size, dtype=torch.uint8), fps, [0.0] * count, tail)
         positions = self.family.positions(self.model, inputs)
         rows = positions[:, 0] if positions.ndim == 3 else positions
         begin, inside = head.numel(), int((self.family.layout(self.model, inputs).frame[0] >= 0).sum())
-        end = begin + inside
+        end = begin + inside + units * self._words
         return inputs, rows[:, :begin], rows[:, begin:end], int(rows[0, end])
 
+    def prompt(
+        self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
+    ) -> dict[str, Any]:
+        """Inputs of the prompt that a stream of `frames`, shown at `times`, stands for, with the ids `tail` behind it."""
+        inputs = self.processor(
+            self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
+        )
+        inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        shown, end = self._shown(inputs, times), torch.tensor(tail, device=self.device)
+        inputs["input_ids"] = ids = torch.cat([self.head()[None], shown, end[None]], 1)
+        if "mm_token_type_ids" in inputs:
+            inputs["mm_token_type_ids"] = self.family.kinds(self.model.config, ids).int()
+        return inputs
+
+    def _shown(self, inputs: Mapping[str, Any], times: Sequence[float]) -> Tensor:
+        """[1, n] ids of the video of `inputs`, which show nothing else."""
+        return inputs["input_ids"]  # type: ignore[no-any-return]
+
     def signature(self) -> str:
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
-            flat = _weight(self.model, name, tensor).detach().flatten()
-            some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
-            digest.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
-        return digest.hexdigest()[:32]
-
-
-def _alike(one: list[int], other: list[int]) -> int:
-    """How many first entries are the same."""
-    odd = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(odd, min(len(one), len(other)))
-
-
-def _weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """The weight `name` of a state, `tensor`, or what an offload keeps of it elsewhere."""
-    if not tensor.is_meta:
-        return tensor
-    owner, _, own = name.rpartition(".")
-    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
-    for one in (hook, *getattr(hook, "hooks", ())):
-        if getattr(one, "weights_map", None) is not None:
-            found: Tensor = one.weights_map[own]
-            return found
-    raise ModelError(f"the weight {name} is not on any device; load the model with its weights.")
+        return shards.signature(self.model)

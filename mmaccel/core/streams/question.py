@@ -1,15 +1,15 @@
-"""A question on a stream and its answer: what the decoding loop runs."""
+"""What is known of a stream beside its memory; a question on it and its answer, which the decoding loop runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Branches, Runner
+from mmaccel.core.adapter import Branches, Moment, Runner
 from mmaccel.core.attach import Question, StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
@@ -28,6 +28,13 @@ WATCHED = (
 )
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """[n, E] parts [., E] of what enters the layers, one after the other; those without what others have beside them
+    (`StreamModel.spoken`) have zeros."""
+    wide = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, wide - part.shape[1])) for part in parts])
+
+
 def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.device) -> TokenLayout | None:
     """[1, rows] what the rows of the question `asking` are, those of a video's marks first, where the pattern of `recipe`
     may plan some of them."""
@@ -40,6 +47,38 @@ def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.devi
         if rows > count
         else own
     )
+
+
+@dataclass(eq=False)
+class StreamInfo:
+    """What is known of a stream beside its memory.
+
+    size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
+    fps      the rate of the first clip, for which positions are made
+    marks    [m, E] features of what ends any video
+    timed    whether the times of frames are known, and not made up: positions in seconds then follow them
+    spans    (first frame, frames) of each unit; `times` the seconds at which each frame was shown
+    pending  frames of a unit not yet complete; `raw` their (height, width)
+    """
+
+    size: tuple[int, int]
+    fps: float | None
+    unit: int
+    marks: Tensor
+    timed: bool = False
+    raw: tuple[int, int] | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    pending: Tensor | None = None
+
+    def shown(self, first: int, count: int | None = None) -> list[float]:
+        """The seconds at which `count` units from number `first` on were shown; None: all of them."""
+        end = None if count is None else first + count
+        return [self.times[frame] for frame, _ in self.spans[first:end]]
+
+    def moments(self, pace: int, frames: Sequence[int]) -> list[Moment]:
+        """What is written beside units of `pace` frames that begin with `frames`."""
+        return [(frame, self.times[frame : frame + pace]) for frame in frames]
 
 
 @dataclass(eq=False)

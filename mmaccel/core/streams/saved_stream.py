@@ -17,7 +17,8 @@ from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.stream_runner import StreamInfo, StreamRunner
+from mmaccel.core.streams.question import StreamInfo
+from mmaccel.core.streams.stream_runner import StreamRunner
 
 FILM, MEMORY = "film.safetensors", "memory"
 PIXELS = 1 << 25

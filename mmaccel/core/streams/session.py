@@ -14,7 +14,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attach import Clip, StreamAdapter, adapter_for, stream_attention
+from mmaccel.core.adapter import Clip
+from mmaccel.core.attach import StreamAdapter, adapter_for, stream_attention
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
 from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
 from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn

@@ -60,6 +60,7 @@ class Family(ModelFamily):
     vision_rotate_function  the same of a tower that `windowed` gives
     tiny                    model type -> settings of the configuration of a tiny model (`tiny.py`)
     mixes                   whether a prompt may show images and videos both
+    parted                  where frames come as images: takes a prompt's inputs apart, as `generic.py` has it
     stamped                 whether a prompt writes words beside each frame, such as its time: `beside`, as in `qwen3_vl`,
                             gives those around a unit, what stands between units before all but the first
     """
@@ -78,6 +79,7 @@ class Family(ModelFamily):
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     mixes: ClassVar[bool] = True
     stamped: ClassVar[bool] = False
+    parted: ClassVar[Any] = None
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
         from mmaccel.models.generate import DraftTimes, generate

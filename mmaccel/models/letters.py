@@ -41,7 +41,9 @@ class Letters(Processor):
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
         text = "".join(piece.get("text", "") for piece in content)
         before, after = (self.tokenizer(words)["input_ids"] for words in (OPEN, text + CLOSE))
-        return [*before, self.video_token_id, *after]
+        marks = [getattr(self.config, f"video_{side}_token_id", None) for side in ("start", "end")]
+        opens, closes = ([] if mark is None else [mark] for mark in marks)
+        return [*before, *opens, self.video_token_id, *closes, *after]
 
     def __call__(
         self, text: Any, images: Any = None, videos: Any = None, *rest: Any, **how: Any

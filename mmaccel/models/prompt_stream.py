@@ -1,7 +1,8 @@
 """A call's prompt on a memory of streams: its video goes in unit by unit, its last words are the question.
 
-The memory holds the longest video of a prompt. All else stays visible whole, as every prompt's text does on a stream: what
-stands before that video is the head, what follows it is run with the question. A prompt without video is head and question.
+The memory holds the longest video of a prompt; where words stand between its frames, such as times, the longest part in which
+these are of one length. All else stays visible whole, as every prompt's text does on a stream: what stands before that is the
+head, what follows it is run with the question. A prompt without video is head and question.
 """
 
 from __future__ import annotations
@@ -115,26 +116,39 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         columns = mine.nonzero()[:, 0]
         begin, stop = int(columns[0]), int(columns[-1]) + 1
         if self.family.stamped:
-            gap, tokens = units.spacing(layout, mine, self._attachment.owner.recipe.kv.name)
-            self._words, begin = gap - tokens, max(begin - gap + tokens, 0)
-            return begin, stop, stop
+            self._part, self._words, (start, end) = units.spaced(layout, mine)
+            if self._words:
+                return start, end, end
         return begin, begin + int((layout.frame[0][mine] >= 0).sum()), stop
 
     def _shares(self, layout: TokenLayout) -> tuple[dict[str, Any], dict[str, Any]]:
         """What of the inputs tells of the video that the memory holds, and what of other videos and of images."""
         given = self.inputs
+        if self.family.parted is not None:
+            parted = self.family.parted(given, layout, slice(self._head, self._tail))
+            if parted is not None:
+                return parted  # type: ignore[no-any-return]
         others = {name: given[name] for name in self.family.shares(given, IMAGE)}
         own: dict[str, Any] = {}
         if self._video is None:
             return own, others
         before = layout.segment[0][(layout.modality[0] == VIDEO) & (layout.segment[0] < self._video)]
         number = before.unique().numel()
+        rest: dict[str, list[Tensor]] = {}
         for name, sizes in self.family.shares(given, VIDEO).items():
             begin, whole = sum(sizes[:number]), torch.as_tensor(given[name])
             own[name] = whole[begin : begin + sizes[number]]
-            if len(sizes) > 1:
-                others[name] = torch.cat([whole[:begin], whole[begin + sizes[number] :]]).to(self.device)
-        return own, others
+            rest[name] = [whole[:begin], whole[begin + sizes[number] :]]
+        if self._words:
+            # Frames before and behind the part that the memory holds are two videos more.
+            rows, made = self.family.by_frame(self.model, own)
+            first, last = (end * self.frames_a_step for end in (self._part[0], self._part[-1] + 1))
+            own = made(rows[first:last])
+            for more in (made(some) for some in (rows[:first], rows[last:]) if len(some)):
+                for name in rest:
+                    rest[name].insert(-1, more[name])
+        several = {name: torch.cat(some).to(self.device) for name, some in rest.items()}
+        return own, others | {name: x for name, x in several.items() if len(x)}
 
     def paid(self, heard: Heard) -> Tensor:
         """[k, 1, S] what the question paid to the columns of the prompt: to those of units as `heard`, to others nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import Moment
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.models.stream import HFStreamAdapter
 
 Around = tuple[list[int], list[int]]
@@ -75,19 +75,21 @@ def spoken(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence
     return torch.cat([whole[0], features, whole[1]], 1)
 
 
-def spacing(layout: TokenLayout, mine: Tensor, kv: str) -> tuple[int, int]:
-    """Tokens from frame to frame of the video at the columns `mine` [S], and of a frame; raises `ModelError` where these are
-    not the same for all."""
-    frame = layout.frame[0].masked_fill(~mine, -1)
+def spaced(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
+    """Of the video at the columns `mine` [S]: the frames of its longest part in which one frame follows another at the same
+    distance, the tokens of words before each of these, and the columns at which the part begins and ends."""
+    text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
     numbers, sizes = frame[frame >= 0].unique_consecutive(return_counts=True)
     starts = [int((frame == number).nonzero()[0, 0]) for number in numbers]
-    gaps = {b - a for a, b in pairwise(starts)} or {int(sizes[0])}
-    if len(gaps) > 1:
-        raise ModelError(
-            f"input_ids: the words between the frames are not of one length, and kv {kv!r} has units of one length; set kv "
-            "to 'full' or 'window', or open a VideoSession, which writes times of one length."
-        )
-    return gaps.pop(), int(sizes[0])
+    gaps, first, best = [b - a for a, b in pairwise(starts)], 0, range(min(1, len(starts)))
+    for _, same in groupby(gaps):
+        last = first + len(list(same))
+        best, first = max(best, range(first, last + 1), key=len), last
+    words = gaps[best[0]] - int(sizes[0]) if len(best) > 1 else 0
+    begin = starts[best[0]] - words
+    if begin < 1 or not all(text[begin : begin + words]):
+        best = best[1:]  # what stands before the first is less
+    return best, words, (starts[best[0]] - words, starts[best[-1]] + int(sizes[0]))
 
 
 class WrittenStream(HFStreamAdapter):
@@ -106,12 +108,14 @@ class WrittenStream(HFStreamAdapter):
         return self._written.head, super()._chat(question)[1][less:]
 
     def _shown(self, inputs: Mapping[str, Any], times: Sequence[float]) -> Tensor:
-        ids, frame = inputs["input_ids"], self.family.layout(self.model, inputs).frame
-        shown: list[int] = []
-        for number in range(int(frame.max()) + 1):
-            first = number * self.frames_a_step
-            before, after = self._written.ids((first, times[first : first + self.frames_a_step]))
-            shown += [*before, *ids[frame == number].tolist(), *after]
+        if not self._words:
+            return super()._shown(inputs, times)
+        ids, pace, shown = inputs["input_ids"], self.frames_a_step, list[int]()
+        visual = [token for token in ids[0].tolist() if token in self.family.placeholders(self.model)]
+        each = len(visual) * pace // len(times)
+        for first in range(0, len(times), pace):
+            before, after = self._written.ids((first, times[first : first + pace]))
+            shown += [*before, *visual[:each], *after]
         return torch.tensor([shown], device=ids.device)
 
     def _pixels(self, frames: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:

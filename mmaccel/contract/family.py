@@ -282,7 +282,7 @@ def _pruners(tried: _Tried) -> Iterator[Row]:
 def _seen(tried: _Tried) -> Iterator[Row]:
     """Queries and keys as the family gives them, turned, attend as the model's do: pruners and memories read them."""
     modules = tried.family.attentions(tried.model)
-    layer = modules[-1].layer_idx
+    layer = len(modules) - 1
     caught: dict[str, Any] = {}
 
     def catch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -290,7 +290,9 @@ def _seen(tried: _Tried) -> Iterator[Row]:
 
     attend = tried.model.config._attn_implementation
     tried.model.set_attn_implementation("eager")
-    handle = tried.family.layers(tried.model)[layer].register_forward_pre_hook(catch, with_kwargs=True)
+    handle = tried.family.layers(tried.model)[modules[-1].layer_idx].register_forward_pre_hook(
+        catch, with_kwargs=True
+    )
     try:
         with torch.no_grad():
             paid = tried.model(**tried.inputs, output_attentions=True).attentions[-1][0, :, -1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -113,21 +113,6 @@ class Runner(ABC):
     @abstractmethod
     def length(self) -> int:
         """Columns run and not rolled back."""
-
-
-Moment = tuple[int, Sequence[float]]
-"""Of a unit of a stream: the number of its first frame, and the seconds at which its frames were shown."""
-
-
-@dataclass(frozen=True, eq=False)
-class Clip:
-    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, where these are known; `part`: of a
-    source whose length is not known."""
-
-    frames: Tensor
-    times: list[float] | None
-    fps: float | None
-    part: bool = False
 
 
 class ModelAdapter(ABC):

@@ -60,7 +60,6 @@ class Family(ModelFamily):
     vision_rotate_function  the same of a tower that `windowed` gives
     tiny                    model type -> settings of the configuration of a tiny model (`tiny.py`)
     mixes                   whether a prompt may show images and videos both
-    parted                  where frames come as images: takes a prompt's inputs apart, as `generic.py` has it
     stamped                 whether a prompt writes words beside each frame, such as its time: `beside`, as in `qwen3_vl`,
                             gives those around a unit, what stands between units before all but the first
     """
@@ -79,7 +78,7 @@ class Family(ModelFamily):
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     mixes: ClassVar[bool] = True
     stamped: ClassVar[bool] = False
-    parted: ClassVar[Any] = None
+    parted: ClassVar[Any] = None  # where frames come as images: see `generic.py`
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
         from mmaccel.models.generate import DraftTimes, generate
@@ -304,8 +303,7 @@ class Family(ModelFamily):
         caught: list[dict[str, Any]] = []
         thread = threading.get_ident()
 
-        class Stop(Exception):
-            pass
+        class Stop(Exception): ...
 
         def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if threading.get_ident() == thread:

@@ -1,8 +1,8 @@
 """A call's prompt on a memory of streams: its video goes in unit by unit, its last words are the question.
 
-The memory holds the longest video of a prompt; where words stand between its frames, such as times, the longest part in which
-these are of one length. All else stays visible whole, as every prompt's text does on a stream: what stands before that is the
-head, what follows it is run with the question. A prompt without video is head and question.
+The memory holds the longest video of a prompt; where words stand between its frames, such as times, the longest part of
+that in which these are of one length. All else stays visible whole, as every prompt's text does on a stream: what stands
+before it is the head, what follows it is run with the question. A prompt without video is head and question.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, Moment, Runner
-from mmaccel.core.attach import Question, StreamModel
+from mmaccel.core.adapter import Branches, Runner
+from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import Heard
 from mmaccel.core.errors import ModelError
@@ -24,6 +24,7 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.streams.listening import Listening
+from mmaccel.core.streams.parts import Moment, Question
 from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import deepstack, units
@@ -77,7 +78,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             kinds = inputs.get("mm_token_type_ids")
             if kinds is not None:
                 others["mm_token_type_ids"] = torch.cat([kinds[:, : self._head], kinds[:, self._tail :]], 1)
-            with self._busy():
+            with self.busy():
                 given = self.family.entering(self.model, {**others, "input_ids": rest[None]})
                 self._rest = deepstack.side_by_side(given)[0]
         else:

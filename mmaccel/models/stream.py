@@ -9,16 +9,15 @@ meanwhile, where there is one, for whoever else calls them too. Nothing stays on
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, Clip, ModelView, home_of
+from mmaccel.core.adapter import Branches, ModelView, home_of
 from mmaccel.core.attach import StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
@@ -28,25 +27,16 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.models import deepstack, shards, step
+from mmaccel.core.streams.parts import Clip
+from mmaccel.models import deepstack, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
-from mmaccel.models.chat import alike
+from mmaccel.models.chat import alike, clips_of
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.modules import in_chunks, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import left_of, thinned
 from mmaccel.models.signals import VisionProbe
 from mmaccel.models.stock import wrapped
-from mmaccel.models.taking import tell_of_world
-
-READ_FPS = 0.5
-"""Frames a second of a file whose rate is not asked for, as in the papers on streams."""
-
-READ_FRAMES = 64
-"""Frames of a file that are held at a time."""
-
-QUIET_S = 0.5
-"""Seconds without a frame after which the model reads what a live source has sent."""
 
 
 class StreamPasses:
@@ -64,7 +54,7 @@ class StreamPasses:
         self.view = ModelView(model, family, adapter_for)
         self.frames_a_step = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
-        self.layer_devices = [home_of(layer) for layer in family.layers(model)]
+        self.layer_devices = [home_of(one) for one in family.attentions(model)]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         self.attention = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
         if not recipe.sparse.dense:
@@ -80,7 +70,7 @@ class StreamPasses:
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
         """Of a video's `inputs`, `units` steps of `unit` tokens: features [n, P, E] of the units of a stream, which are
         these or what the recipe's pruner leaves of each group of them, and [m, E] of the marks behind them."""
-        with self._busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
+        with self.busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
             listens = self.thins is not None and self.thins.needs & {"vision_attention", "vision_key"}
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             rows = self.family.frames(self.model, inputs)
@@ -88,6 +78,10 @@ class StreamPasses:
             return thinned(self.thins, self.view.geometry.layers, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
+
+    def running(self) -> Any:
+        states = self.family.states(self.model)
+        return recurrent.StreamStates(self, states) if states else None
 
     @property
     def pace(self) -> int:  # type: ignore[override]
@@ -127,6 +121,7 @@ class StreamPasses:
         branches: Branches | None = None,
         meter: Meter | None = None,
         ears: Mapping[int, Callable[[Tensor], None]] | None = None,
+        running: Any = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
         # The last rows of a question are a prompt's last; no row of a unit is.
@@ -138,24 +133,25 @@ class StreamPasses:
         captured = few and branches is None and not ears and embeds.device.type in step.DEVICES
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         if steps is not None and steps.serves(embeds):
-            with self._busy():
+            with self.busy():
                 return steps.run(run, embeds, hidden)
         more: dict[str, Any] = {}
         if embeds.shape[1] > (wide := self.view.geometry.hidden):
             embeds, more = deepstack.parted(embeds, wide)
-        cache = KVCache(state, depth)
+        cache = KVCache(state, depth, None if running is None else running.states)
+        if running is not None:
+            running.cache = cache
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:
             places = places.expand(3, 1, -1)
         # What is attached wraps the forward of the text model, which prompts of other memories go through.
         forward = self.text if self._attachment is None else self._attachment.forward
-        with self._busy(), self._hooked(state, hidden, ears or {}), cache.at_work():
+        with self.busy(), self._hooked(state, hidden, ears or {}), cache.at_work():
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=places,
-                attention_mask=embeds.new_empty(
-                    1, 1, 1, 1
-                ),  # of four axes: transformers makes none of its own
+                # Of four axes: transformers makes none of its own.
+                attention_mask=embeds.new_ones(1, 1, 1, 1),
                 past_key_values=cache,
                 use_cache=True,
                 **{PASS: run},
@@ -164,7 +160,7 @@ class StreamPasses:
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @contextmanager
-    def _busy(self) -> Iterator[None]:
+    def busy(self) -> Iterator[None]:
         with self._gate.call():
             if self._gate.attached is not self._attachment:
                 raise ModelError(
@@ -207,15 +203,25 @@ class StreamPasses:
             if threading.get_ident() == thread:
                 ear(out if isinstance(out, Tensor) else out[0])
 
-        layers: list[Any] = list(self.family.layers(self.model))
-        inside, shared = self.family.attentions(self.model), self.text.config
+        states, inside, shared = (
+            self.family.states(self.model),
+            self.family.attentions(self.model),
+            self.text.config,
+        )
+        layers: list[Any] = [
+            layer for n, layer in enumerate(self.family.layers(self.model)) if n not in states
+        ]
         with Hooks() as hooks:
             hooks.after(self.family.rotary(self.model), unturned)
             if self._attachment is None:  # else all of this is there
                 # Where a module's own code can be told so, it does not even multiply by one.
                 rotate_by(hooks, inside, self.family.rotate_function, left)
                 in_chunks(hooks, self.family.pointwise(self.model), self.family)
-                hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared})
+                hooks.attention(
+                    inside, shared, ATTENTION, **{PLAIN: shared}, **self.family.numbered(self.model)
+                )
+                for module in states.values():
+                    hooks.before(module, recurrent.noted)
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))
             for number, ear in ears.items():
@@ -249,28 +255,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     def clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
-        """The clips of a path or of an iterator of `media.Video`, as they come, or the one clip of what is neither. `fps` is
-        the rate at which a path is read (0.5), and the rate of frames without times; `check` is called while frames are
-        awaited, and may raise."""
-        from mmaccel.media import Video, clips
-        from mmaccel.media.preprocess import as_frames
-
-        if isinstance(video, Iterator):
-            for one in video:
-                yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
-        elif isinstance(video, str | os.PathLike):
-            tell_of_world(self.processor, video)
-            rate = READ_FPS if fps is None else fps
-            read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
-            with closing(read):
-                for one in read:
-                    yield Clip(one.frames, one.clock.tolist(), one.fps, part=True)
-        elif isinstance(video, Video):
-            yield Clip(video.frames, video.clock.tolist(), video.fps if fps is None else fps)
-        elif hasattr(video, "__len__") and not len(video):
-            raise ModelError("watch: the clip has no frames; give at least one.")
-        else:
-            yield Clip(as_frames(video, fps)[0], None, fps)
+        return clips_of(self.processor, video, fps, check)
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
         height, width = frames.shape[-2:]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Moment
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, TokenLayout
+from mmaccel.core.streams.parts import Moment
 from mmaccel.models.stream import HFStreamAdapter
 
 Around = tuple[list[int], list[int]]

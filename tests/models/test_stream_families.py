@@ -19,10 +19,11 @@ from mmaccel.models import deepstack
 from mmaccel.models.prompt_layout import in_seconds
 from mmaccel.models.qwen3_vl import Qwen3VL
 from tests.models.streams import every_stream, logits
+from tests.models.test_hybrid import Echo
 from tests.models.tiny_random import prompt, sampler
 
 KINDS = (
-    *("qwen3_vl", "glm4v", "glm46v", "glm4v_moe"),
+    *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm46v", "glm4v_moe"),
     *("internvl", "llava_next_video", "perception_lm", "smolvlm", "video_llama_3"),
 )
 QUESTION, FPS, CLOSE = "what moved?", 2.0, 2e-5
@@ -72,7 +73,7 @@ def test_with_room_for_all_it_is_the_plain_model(kind: str, kv: str) -> None:
 
 
 @pytest.mark.parametrize("kv", TIGHT)
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "qwen3_5"])
 def test_it_forgets_goes_on_and_comes_back_from_a_folder(kind: str, kv: str, tmp_path: Path) -> None:
     """A tight memory differs from the whole; questions leave no trace; a saved one says what it would have said."""
     frames = film(25, kind)
@@ -201,7 +202,7 @@ def test_a_pruner_of_frames_leaves_the_times() -> None:
         one.watch(film(4, "qwen3_vl"), fps=FPS)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "qwen3_5"])
 def test_a_call_holds_the_frames_between_which_words_are_of_one_length(kind: str) -> None:
     """One word more before the sixth frame: those behind it are held, with the words before each, and all others stay."""
     model, _ = pair(kind)
@@ -232,3 +233,53 @@ def test_times_that_a_tokenizer_writes_in_unlike_numbers_are_refused(monkeypatch
     monkeypatch.setattr(Qwen3VL, "beside", beside)
     with session("qwen3_vl", "full") as one, pytest.raises(ModelError, match="units of one length"):
         one.watch(film(8, "qwen3_vl"), fps=FPS)
+
+
+def test_running_states_come_back_after_errors_questions_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that fails in a pass, a question that fails, and drafted tokens that are not taken leave nothing behind."""
+    kind, kv = "qwen3_5", TIGHT["rekv"]
+    frames = film(20, kind)
+    with session(kind, kv) as quiet, session(kind, kv, draft=Echo()) as one:
+        for each in (quiet, one):
+            each.watch(frames[:24], fps=FPS)
+        states: Any = one._live.running  # type: ignore[union-attr]
+        before = {name: x.clone() for name, x in states.tensors().items()}
+        module = family_of(kind).attentions(pair(kind)[0])[-1]
+        calls: list[int] = []
+
+        def fails(*given: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise ZeroDivisionError
+
+        handle = module.register_forward_pre_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            one.watch(torch.cat([frames, frames]), fps=FPS)
+        calls[:] = [1]
+        with pytest.raises(ZeroDivisionError):
+            one.ask(QUESTION)
+        handle.remove()
+        told = one.ask("a b a b a b a b a b?", 12)
+        assert told.counters["drafted"] > told.counters["accepted"]
+        assert told.ids == quiet.ask("a b a b a b a b a b?", 12).ids
+        assert all(torch.equal(x, before[name]) for name, x in states.tensors().items())
+        for each in (quiet, one):
+            each.watch(frames[24:], fps=FPS)
+        assert torch.allclose(logits(one, QUESTION), logits(quiet, QUESTION), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "internvl"])
+def test_a_stored_video_under_a_pattern(kind: str) -> None:
+    """A pattern that lists everything changes nothing, one that does not something."""
+    found = []
+    for sparse in (
+        "dense",
+        {"name": "a_shape", "window": 1 << 16},
+        {"name": "a_shape", "sink": 16, "window": 32, "block": 16},
+    ):
+        with session(kind, "rekv", sparse=sparse, chunk=256, dense_tail=0) as one:
+            one.ingest(film(30, kind), fps=FPS)
+            found.append((logits(one, QUESTION), one.report().kept))
+    dense, listed, sparse_ = found
+    assert (dense[0] - listed[0]).abs().max() <= CLOSE
+    assert sparse_[1] is not None and 0 < sparse_[1] < 1 and (dense[0] - sparse_[0]).abs().max() > 1e-4

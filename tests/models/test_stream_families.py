@@ -112,13 +112,43 @@ def test_a_time_has_five_characters() -> None:
 
 
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'video' %}"
-    "<|vision_start|><|video_pad|><|vision_end|>{% elif c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}user\n{% for c in m.content %}{% if c.type == 'video' %}VIDEO{% elif c.type == 'image' %}IMAGE"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}assistant\n"
 )
+QWEN = {"<|image_pad|>": 190, "<|video_pad|>": 191, "<|vision_start|>": 192, "<|vision_end|>": 193}
+GLM = {"<|image|>": 190, "<|video|>": 191, "<|begin_of_video|>": 192, "<|end_of_video|>": 193}
+GLM |= {"<|begin_of_image|>": 194, "<|end_of_image|>": 195}
+LLAVA = {"<image>": 190, "<video>": 191}
+INTERN = {"<IMG_CONTEXT>": 190, "<video>": 191, "<img>": 194, "</img>": 195}
+SQUARE = {"size": {"height": 28, "width": 28}, "crop_size": {"height": 28, "width": 28}}
+STOCK: dict[str, tuple[str, dict[str, int], str, dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    "qwen3_vl": ("Qwen3VL", QWEN, "<|vision_start|><|video_pad|><|vision_end|>", {}, {}, {}),
+    "glm4v": ("Glm4v", GLM, "<|begin_of_video|><|video|><|end_of_video|>", {}, {}, {}),
+    "glm46v": ("Glm46V", GLM, "<|begin_of_video|><|video|><|end_of_video|>", {}, {}, {}),
+    "video_llama_3": ("VideoLlama3", QWEN, "<|video_pad|>\n", {}, {}, {}),
+    "llava_next_video": ("LlavaNextVideo", LLAVA, "<video>\n", SQUARE, {"patch_size": 7}, {}),
+    "perception_lm": (
+        *(
+            "PerceptionLM",
+            LLAVA,
+            "<video>",
+            {"tile_size": 28, **SQUARE},
+            {"patch_size": 7, "pooling_ratio": 2},
+        ),
+        {"image_token": "<image>", "video_token": "<video>"},
+    ),
+    "internvl": (
+        *("InternVL", INTERN, "<video>\n", SQUARE, {"image_seq_length": 4}),
+        {"start_image_token": "<img>", "end_image_token": "</img>"}
+        | {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+    ),
+}
+"""Model type -> the name of its classes, special tokens, the place of a video, settings of its video processor and of its
+processor, and what its tokenizer names."""
+IMAGES = {"qwen3_vl": "Qwen2VL", "internvl": "GotOcr2", "llava_next_video": "LlavaNext"}
 
 
-def tokenizer(special: dict[str, int], **named: str) -> Any:
+def tokenizer(special: dict[str, int], named: dict[str, str]) -> Any:
     """A token a character."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -126,52 +156,71 @@ def tokenizer(special: dict[str, int], **named: str) -> Any:
     letters = {chr(n): n - 32 + 3 for n in range(32, 127)} | {"\n": 100, "<unk>": 101}
     made = Tokenizer(models.WordLevel({**letters, **special}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        additional_special_tokens=[*special],
-        unk_token="<unk>",
-        pad_token="<unk>",
-        **named,
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", pad_token="<unk>", extra_special_tokens=named
     )
+    whole.add_special_tokens({"additional_special_tokens": [*special]}, replace_extra_special_tokens=False)
+    return whole
 
 
-def stock_qwen3_vl(model: Any) -> Any:
+def stock(kind: str) -> Any:
+    """The processor of transformers itself for the tiny model."""
     transformers: Any = pytest.importorskip("transformers")
     pytest.importorskip("torchvision", reason="transformers' own processors need torchvision")
-    vision = model.config.vision_config
-    cut = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
-    words = tokenizer(
-        {"<|image_pad|>": 190, "<|video_pad|>": 191, "<|vision_start|>": 192, "<|vision_end|>": 193}
-        | {"<|im_start|>": 194, "<|im_end|>": 195}
-    )
-    return transformers.Qwen3VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(**cut),
-        video_processor=transformers.Qwen3VLVideoProcessor(
-            **cut, size={"shortest_edge": 2 * 32 * 32, "longest_edge": 6 * 64 * 96}
-        ),
-        tokenizer=words,
-        chat_template=TEMPLATE,
+    name, special, place, settings, own, named = STOCK[kind]
+    vision: Any = pair(kind)[0].config.vision_config
+    if hasattr(vision, "spatial_merge_size"):
+        cut = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
+        settings = {**cut, "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 6 * 64 * 96}}
+    elif kind == "video_llama_3":
+        settings = {"size": {"shortest_edge": 28 * 28, "longest_edge": 6 * 64 * 96}}
+    images = getattr(transformers, f"{IMAGES.get(kind, name)}ImageProcessor")
+    videos = getattr(transformers, f"{name}VideoProcessor")
+    return mmaccel.load_processor(
+        getattr(transformers, f"{name}Processor")(
+            image_processor=images(),
+            video_processor=videos(**settings),
+            tokenizer=tokenizer(special, named),
+            chat_template=TEMPLATE.replace("VIDEO", place),
+            **own,
+        )
     )
 
 
-def test_where_times_are_as_long_it_is_the_prompt_of_the_stock_processor() -> None:
-    """Units at 100, 500 and 900 s; the processor makes fewer pixels of three units than of each alone."""
-    model, _ = pair("qwen3_vl")
-    processor = mmaccel.load_processor(stock_qwen3_vl(model))
+@pytest.mark.parametrize("kind", STOCK)
+def test_it_is_the_prompt_of_the_stock_processor(kind: str) -> None:
+    """Of frames from 100 s on, whose times have as many characters there; of InternVL, whose numbers do not, as it says. The
+    budget of pixels makes frames of one unit larger than those of all."""
+    model, _ = pair(kind)
+    processor = stock(kind)
+    pace, rate = family_of(kind).pace(model), 0.02
+    first = 5 if kind != "glm4v" else 500
+    count = 3 * pace
+    size = (64, 96) if kind not in ("internvl", "llava_next_video", "perception_lm") else (28, 28)
     frames = torch.randint(
-        0, 256, (6, 3, 64, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
+        0, 256, (count, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
     )
-    inputs = processor.chat(
-        [{"type": "video", "video": frames}, {"type": "text", "text": QUESTION}], fps=1 / 200
+    numbers = [*range(first, first + count)]
+    told = {"total_num_frames": first + count, "fps": rate, "frames_indices": numbers, "duration": 10000.0}
+    content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
+    text = processor.stock.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    inputs = processor.stock(
+        text=[text], videos=[frames], video_metadata=[told], do_sample_frames=False, return_tensors="pt"
     )
     with mmaccel.VideoSession(model, processor, None, kv="full") as one, torch.no_grad():
-        one.watch(frames[:3], fps=1 / 200)
-        one.watch(frames[3:], fps=1 / 200)
+        times = [number / rate for number in numbers]
+        one.watch(frames[: count - 1], times=times[: count - 1])
+        one.watch(frames[count - 1 :], times=times[count - 1 :])
+        if kind == "internvl":
+            adapter: Any = one._stream_adapter
+            own = adapter.prompt(frames, None, times, adapter.tail(QUESTION)[0].tolist())
+            assert own["input_ids"].shape[1] == inputs["input_ids"].shape[1] + 4 * count
+            inputs = {**inputs, **own, "attention_mask": None}
         assert (logits(one, QUESTION) - model(**inputs).logits[0, -1]).abs().max() <= CLOSE
-        ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        assert one.ask(QUESTION, 6).text == processor.decode(ids).strip()
-        one.watch(torch.cat([frames, frames]), fps=2.0)
-        assert one.frames == 18 and one.ask(QUESTION, 2).evidence
+        one.watch(torch.cat([frames, frames, frames]), fps=2.0)
+        assert one.frames == 4 * count and one.ask(QUESTION, 2).evidence
 
 
 def test_features_that_layers_add_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,15 @@ STOCK: dict[str, tuple[str, dict[str, int], str, dict[str, Any], dict[str, Any],
         | {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
     ),
 }
+STOCK["smolvlm"] = (
+    *("SmolVLM", {"<image>": 190, "<fake_token_around_image>": 194, "<global-img>": 195}, "<video>"),
+    *({"size": {"longest_edge": 28}, "max_image_size": {"longest_edge": 28}}, {"image_seq_len": 4}),
+    {
+        "image_token": "<image>",
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_token": "<global-img>",
+    },
+)
 """Model type -> the name of its classes, special tokens, the place of a video, settings of its video processor and of its
 processor, and what its tokenizer names."""
 IMAGES = {"qwen3_vl": "Qwen2VL", "internvl": "GotOcr2", "llava_next_video": "LlavaNext"}
@@ -188,15 +197,17 @@ def stock(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", STOCK)
-def test_it_is_the_prompt_of_the_stock_processor(kind: str) -> None:
+def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of frames from 100 s on, whose times have as many characters there; of InternVL, whose numbers do not, as it says. The
     budget of pixels makes frames of one unit larger than those of all."""
     model, _ = pair(kind)
+    if kind == "smolvlm":  # writes how many frames there are in words
+        monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
     processor = stock(kind)
     pace, rate = family_of(kind).pace(model), 0.02
     first = 5 if kind != "glm4v" else 500
     count = 3 * pace
-    size = (64, 96) if kind not in ("internvl", "llava_next_video", "perception_lm") else (28, 28)
+    size = (64, 96) if kind not in ("internvl", "llava_next_video", "perception_lm", "smolvlm") else (28, 28)
     frames = torch.randint(
         0, 256, (count, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
     )
@@ -213,10 +224,15 @@ def test_it_is_the_prompt_of_the_stock_processor(kind: str) -> None:
         times = [number / rate for number in numbers]
         one.watch(frames[: count - 1], times=times[: count - 1])
         one.watch(frames[count - 1 :], times=times[count - 1 :])
-        if kind == "internvl":
+        if kind in ("internvl", "smolvlm"):
             adapter: Any = one._stream_adapter
             own = adapter.prompt(frames, None, times, adapter.tail(QUESTION)[0].tolist())
-            assert own["input_ids"].shape[1] == inputs["input_ids"].shape[1] + 4 * count
+            if kind == "internvl":
+                assert own["input_ids"].shape[1] == inputs["input_ids"].shape[1] + 4 * count
+            else:
+                ids, whole = own["input_ids"][0].tolist(), inputs["input_ids"][0].tolist()
+                frames_of = ids[ids.index(100) + 1 : -ids[::-1].index(190) + 1]
+                assert any(whole[n:][: len(frames_of)] == frames_of for n in range(len(whole)))
             inputs = {**inputs, **own, "attention_mask": None}
         assert (logits(one, QUESTION) - model(**inputs).logits[0, -1]).abs().max() <= CLOSE
         one.watch(torch.cat([frames, frames, frames]), fps=2.0)

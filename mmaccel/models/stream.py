@@ -54,7 +54,7 @@ class StreamPasses:
         self.view = ModelView(model, family, adapter_for)
         self.frames_a_step = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
-        self.layer_devices = [home_of(one) for one in family.attentions(model)]
+        self.layer_devices = [home_of(layer) for layer in self._layers()]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         self.attention = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
         if not recipe.sparse.dense:
@@ -78,6 +78,11 @@ class StreamPasses:
             return thinned(self.thins, self.view.geometry.layers, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
+
+    def _layers(self) -> list[nn.Module]:
+        """Those with attention, as a memory numbers them."""
+        states = self.family.states(self.model)
+        return [layer for number, layer in enumerate(self.family.layers(self.model)) if number not in states]
 
     def running(self) -> Any:
         states = self.family.states(self.model)
@@ -203,14 +208,7 @@ class StreamPasses:
             if threading.get_ident() == thread:
                 ear(out if isinstance(out, Tensor) else out[0])
 
-        states, inside, shared = (
-            self.family.states(self.model),
-            self.family.attentions(self.model),
-            self.text.config,
-        )
-        layers: list[Any] = [
-            layer for n, layer in enumerate(self.family.layers(self.model)) if n not in states
-        ]
+        layers, inside, shared = self._layers(), self.family.attentions(self.model), self.text.config
         with Hooks() as hooks:
             hooks.after(self.family.rotary(self.model), unturned)
             if self._attachment is None:  # else all of this is there
@@ -220,7 +218,7 @@ class StreamPasses:
                 hooks.attention(
                     inside, shared, ATTENTION, **{PLAIN: shared}, **self.family.numbered(self.model)
                 )
-                for module in states.values():
+                for module in self.family.states(self.model).values():
                     hooks.before(module, recurrent.noted)
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))

@@ -15,7 +15,7 @@ import mmaccel
 from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError
 from mmaccel.core.registry import registry
-from mmaccel.models import deepstack
+from mmaccel.models import deepstack, step
 from mmaccel.models.prompt_layout import in_seconds
 from mmaccel.models.qwen3_vl import Qwen3VL
 from tests.models.streams import every_stream, logits
@@ -348,3 +348,34 @@ def test_a_stored_video_under_a_pattern(kind: str) -> None:
     dense, listed, sparse_ = found
     assert (dense[0] - listed[0]).abs().max() <= CLOSE
     assert sparse_[1] is not None and 0 < sparse_[1] < 1 and (dense[0] - sparse_[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "perception_lm"])
+@pytest.mark.parametrize("kv", ["rekv", "streammem", "full"])
+def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
+    model, _ = pair(kind)
+    before, run, seen = {}, step.StreamSteps.run, []
+
+    def noted(steps: Any, given: Any, embeds: Tensor, hidden: bool) -> Tensor:
+        seen.append(len(embeds))
+        return run(steps, given, embeds, hidden)
+
+    monkeypatch.setattr(step.StreamSteps, "run", noted)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name and weight.ndim == 1:
+                before[name] = weight.clone()
+                weight.uniform_(0.5, 1.5)
+    try:
+        with session(kind, TIGHT[kv]) as one:
+            one.watch(film(12, kind), fps=FPS)
+            by_modules = logits(one, QUESTION), one.ask(QUESTION, 6).ids
+            assert not seen
+            monkeypatch.setattr(step, "DEVICES", ("cpu",))
+            assert (logits(one, QUESTION) - by_modules[0]).abs().max() <= 10 * CLOSE
+            assert one.ask(QUESTION, 6).ids == by_modules[1] and 1 in seen and max(seen) > 1
+    finally:
+        with torch.no_grad():
+            for name, weight in before.items():
+                model.get_parameter(name).copy_(weight)

@@ -14,13 +14,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attach import Clip, StreamAdapter, adapter_for, stream_attention
+from mmaccel.core.attach import StreamAdapter, adapter_for, stream_attention
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
 from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
 from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
+from mmaccel.core.streams.parts import Clip
 from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
 
 Progress = Callable[[int, int | None], None]

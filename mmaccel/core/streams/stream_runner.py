@@ -6,14 +6,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.attach import Clip, StreamModel
+from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline, Evidence
 from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
@@ -22,40 +22,13 @@ from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.question import WATCHED, QuestionRunner, planned_rows
+from mmaccel.core.streams.parts import Clip, RunningStates
+from mmaccel.core.streams.question import WATCHED, QuestionRunner, StreamInfo, joined, kept, planned_rows
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
 ROWS = 1 << 15
 """Tokens of a pass of an ingestion where the recipe has no `chunk`."""
-
-
-@dataclass(eq=False)
-class StreamInfo:
-    """What is known of a stream beside its memory.
-
-    size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
-    fps      the rate of the first clip, for which positions are made
-    marks    [m, E] features of what ends any video
-    timed    whether the times of frames are known, and not made up: positions in seconds then follow them
-    spans    (first frame, frames) of each unit; `times` the seconds at which each frame was shown
-    pending  frames of a unit not yet complete; `raw` their (height, width)
-    """
-
-    size: tuple[int, int]
-    fps: float | None
-    unit: int
-    marks: Tensor
-    timed: bool = False
-    raw: tuple[int, int] | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    pending: Tensor | None = None
-
-    def shown(self, first: int, count: int | None = None) -> list[float]:
-        """The seconds at which `count` units from number `first` on were shown; None: all of them."""
-        end = None if count is None else first + count
-        return [self.times[frame] for frame, _ in self.spans[first:end]]
 
 
 class StreamRunner:
@@ -75,6 +48,7 @@ class StreamRunner:
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.stream if one else partial(split_stream, kv, adapter.layer_devices)
         self.state = opened(self.stream, adapter.view.geometry, adapter.view, adapter.device)
+        self.running = adapter.running()
 
     @classmethod
     def begin(
@@ -90,7 +64,13 @@ class StreamRunner:
         """A stream of frames like `frames`, its head run; `timed`: their times are known; `quiet`: it warns of nothing."""
         size = _size(frames)
         features, marks = adapter.features(filled(frames[: adapter.pace], adapter.pace), size)
-        live = cls(adapter, kv, chunk, StreamInfo(size, fps, features.shape[1], marks, timed, size))
+        unit = adapter.spoken(features, [(0, [0.0])]).shape[1]
+        live = cls(
+            adapter,
+            kv,
+            chunk,
+            StreamInfo(size, fps, unit, marks[:, : adapter.view.geometry.hidden], timed, size),
+        )
         live._warned = live._full = quiet
         try:
             if not isinstance(live.state, FrameState):
@@ -182,24 +162,24 @@ class StreamRunner:
             info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
             return
         features, counts = state.merge(self.adapter.features(frames, info.size)[0])
-        for count in counts:
-            info.spans.append((start, count * pace))
-            start += count * pace
-        self._units(state, features)
+        begins = (
+            [start + pace * past for past in itertools.accumulate(counts[:-1], initial=0)] if counts else []
+        )
+        info.spans += [(begin, count * pace) for begin, count in zip(begins, counts, strict=True)]
+        self._units(state, features, begins)
 
-    def _units(
-        self, state: StreamState, features: Tensor, times: Sequence[float] | None = None, **how: Any
-    ) -> None:
-        total, done, info = features.shape[0], 0, self.info
-        if info.timed and times is None:
+    def _units(self, state: StreamState, features: Tensor, numbers: Sequence[int], **how: Any) -> None:
+        """Units of `features` [n, P, E], whose first frames are `numbers`, into a memory."""
+        total, done, info, adapter = features.shape[0], 0, self.info, self.adapter
+        if info.timed and state is self.state:
             self.stream.places.told(state.units(), info.shown(state.units()))
         while done < total:
             first = state.units()
             count = state.fit(first, total - done)
-            part = features[done : done + count]
-            shown = tuple(info.shown(first, count) if times is None else times[done : done + count])
-            look = part.float().mean(1) if "look" in self.kv.needs else None
-            rows = count * info.unit
+            part, frames = features[done : done + count], numbers[done : done + count]
+            shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
+            look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
+            part, rows = adapter.spoken(part, info.moments(adapter.pace, frames)), count * info.unit
             stream_pass = StreamPass(
                 kind="units", rows=rows, first=first, count=count, times=shown, look=look
             )
@@ -215,16 +195,18 @@ class StreamRunner:
         rows = question.embeds[question.words[1] :]
         return rows if len(rows) else question.embeds[-1:]  # a prompt may end with its words
 
-    def _head(self, state: StreamState) -> None:
+    def _head(self, state: StreamState, **how: Any) -> None:
         embeds = self.adapter.head_embeds()
-        self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds)
+        self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds, **how)
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
         how |= {} if self.beside.failed else self.around.ears(stream_pass.kind)
-        state.begin_pass(stream_pass)
-        hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
-        state.end_pass()
+        running = how.setdefault("running", self.running)
+        with kept(running if stream_pass.kind == "proxy" else None):
+            state.begin_pass(stream_pass)
+            hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
+            state.end_pass()
         return hidden
 
     # A question.
@@ -267,8 +249,10 @@ class StreamRunner:
         stream_pass = replace(stream_pass, room=min(room, left))  # none for what no position is left for
         deadline.check()
         evidence, shows = state.evidence, list(range(len(info.spans)))
+        running = self.running
         if isinstance(state, FrameState):
-            state, evidence = self._picked(state, deadline, meter)
+            running = adapter.running()
+            state, evidence = self._picked(state, deadline, meter, running)
             shows = list(evidence())
         prune = adapter.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
@@ -280,14 +264,17 @@ class StreamRunner:
             state = pruned = RecallPruning(state, acts, self.stream, depth, seen)
         parts = [info.marks, asking.embeds]
         if info.pending is not None:
-            parts.insert(0, adapter.features(filled(info.pending, adapter.pace), info.size)[0][0])
+            unit = adapter.features(filled(info.pending, adapter.pace), info.size)[0]
+            at = [len(info.times) - info.pending.shape[0]]
+            parts.insert(0, adapter.spoken(unit, info.moments(adapter.pace, at))[0])
         if waiting is not None:
-            parts.insert(0, waiting.flatten(0, 1))
+            at = [sum(info.spans[-1]) if info.spans else 0]
+            parts.insert(0, adapter.spoken(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
         shown = (lambda: self._shown(evidence())) if weigh else tuple
-        given = adapter, self.run_pass, state, deadline, asking.ids, left, meter, shown, question
+        given = adapter, self.run_pass, state, running, deadline, asking.ids, left, meter, shown, question
         runner = QuestionRunner(*given, self.beside, self.around)
-        with state.question_scope():
-            runner.prefill({"stream_pass": stream_pass, "embeds": torch.cat(parts)})
+        with state.question_scope(), kept(running):
+            runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
             meter.prompt_tokens = runner.length()
             if pruned is not None:
                 self._pruned = pruned.counts
@@ -296,21 +283,21 @@ class StreamRunner:
             yield runner
 
     def _picked(
-        self, state: FrameState, deadline: Deadline, meter: Meter
+        self, state: FrameState, deadline: Deadline, meter: Meter, running: RunningStates | None
     ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
         fresh, picked, info = state.fresh(), state.pick(getattr(self.around, "paid", {})), self.info
         self.around.cut(0)
-        self._head(fresh)
+        self._head(fresh, running=running)
         if self.kv.ingests:
             fresh.begin_ingest()
         for at in range(0, len(picked), self._bulk):
             deadline.check()
             some = picked[at : at + self._bulk]
             alike = itertools.groupby((one for _, one in some), _size)  # each clip may have had its own size
-            runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
-            times = [info.shown(number, 1)[0] for number, _ in some]
-            self._units(fresh, torch.cat(runs), times, meter=meter)
+            runs = [self.adapter.features(torch.cat(list(same)), info.size)[0] for _, same in alike]
+            begins = [info.spans[number][0] for number, _ in some]
+            self._units(fresh, torch.cat(runs), begins, meter=meter, running=running)
         fresh.idle()
         return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
 
@@ -326,14 +313,17 @@ class StreamRunner:
     def mark(self) -> Any:
         """What `back` needs."""
         info = self.info
-        return self.state.checkpoint(), replace(info), len(info.spans), len(info.times), self.beside.mark()
+        lengths, states = (len(info.spans), len(info.times)), self.running and self.running.mark()
+        return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states
 
     def back(self, mark: Any) -> None:
         """As it was at `mark`, since when lists have only grown."""
-        memory, info, spans, times, beside = mark
+        memory, info, spans, times, beside, states = mark
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
+        if self.running is not None:
+            self.running.back(states)
         self.beside.back(beside)
         self.around.cut(self.state.units() * info.unit)
 

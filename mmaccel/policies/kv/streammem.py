@@ -176,8 +176,8 @@ class ProxyMemory(TokenMemory):
         told = checkpoint_io.read_json(folder / "open.json", {"come": int, "rows": int})
         self._come = told["come"]
         if told["rows"]:
-            shape = (told["rows"], self.stream.unit, self.geometry.hidden)
-            wanted = {"features": (shape, self.stream.dtype)}
+            # Visual tokens alone, and what a model adds to layers beside them.
+            wanted = {"features": ((told["rows"], -1, -1), self.stream.dtype)}
             self._open = checkpoint_io.read_tensors(folder / "open.safetensors", wanted, self.device)[
                 "features"
             ]

@@ -1,0 +1,381 @@
+"""Streams of every family that has them, on tiny models of transformers' own classes: what is written beside the frames,
+where all stands, and what memories, pruners and files make of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmaccel
+from mmaccel.core.attach import family_of
+from mmaccel.core.errors import ModelError
+from mmaccel.core.registry import registry
+from mmaccel.models import deepstack, step
+from mmaccel.models.prompt_layout import in_seconds
+from mmaccel.models.qwen3_vl import Qwen3VL
+from tests.models.streams import every_stream, logits
+from tests.models.test_hybrid import Echo
+from tests.models.tiny_random import prompt, sampler
+
+KINDS = (
+    *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm46v", "glm4v_moe"),
+    *("internvl", "llava_next_video", "perception_lm", "smolvlm", "video_llama_3"),
+)
+QUESTION, FPS, CLOSE = "what moved?", 2.0, 2e-5
+WHOLE, TIGHT = every_stream(), every_stream(frames=6, window=8)
+pytestmark = pytest.mark.numeric(by="torch")
+
+
+@cache
+def pair(kind: str) -> tuple[Any, Any]:
+    made = sampler(kind)
+    model = made.model()
+    return model, made.processor(model.config)
+
+
+@cache
+def film(units: int, kind: str) -> Tensor:
+    frames = units * family_of(kind).pace(pair(kind)[0])
+    return torch.randint(
+        0, 256, (frames, 3, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)
+    )
+
+
+def session(kind: str, kv: Any, **choices: Any) -> mmaccel.VideoSession:
+    return mmaccel.VideoSession(*pair(kind), None, kv=kv, **choices)
+
+
+@torch.no_grad()
+def plain(kind: str, one: mmaccel.VideoSession, frames: Tensor) -> Tensor:
+    """[V] the plain model's logits for the prompt that a session stands for."""
+    adapter: Any = one._stream_adapter
+    live: Any = one._live
+    inputs = adapter.prompt(frames, FPS, live.info.times, adapter.tail(QUESTION)[0].tolist())
+    return pair(kind)[0](**inputs).logits[0, -1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kv", WHOLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_room_for_all_it_is_the_plain_model(kind: str, kv: str) -> None:
+    fields = dict(WHOLE[kv])
+    if "positions" in registry("kv")[kv].__dataclass_fields__:
+        fields["positions"] = "original"
+    with session(kind, fields) as one:
+        for part in film(13, kind).split(5):
+            one.watch(part, fps=FPS)
+        assert (logits(one, QUESTION) - plain(kind, one, film(13, kind))).abs().max() <= CLOSE
+        assert len(one.ask(QUESTION, 4).evidence) == 13
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "qwen3_5"])
+def test_it_forgets_goes_on_and_comes_back_from_a_folder(kind: str, kv: str, tmp_path: Path) -> None:
+    """A tight memory differs from the whole; questions leave no trace; a saved one says what it would have said."""
+    frames = film(25, kind)
+    with session(kind, TIGHT[kv]) as one:
+        for part in frames[:-7].split(9):
+            one.watch(part, fps=FPS)
+            one.ask("and before?", 2)
+        one.save(tmp_path)
+        with mmaccel.VideoSession.resume(*pair(kind), tmp_path) as two, session(kind, TIGHT[kv]) as quiet:
+            quiet.watch(frames[:-7], fps=FPS)
+            for other in (one, two, quiet):
+                other.watch(frames[-7:], fps=FPS)
+            own = logits(one, QUESTION)
+            assert torch.allclose(logits(two, QUESTION), own, atol=1e-5)
+            if (
+                kv != "mosaic"
+            ):  # whose passes retrieve, so that what is stored depends on how the stream is cut
+                assert torch.allclose(logits(quiet, QUESTION), own, atol=1e-5)
+            assert two.ask(QUESTION, 4).text == one.ask(QUESTION, 4).text
+        if kv not in ("full", "offload"):
+            assert (own - plain(kind, one, frames)).abs().max() > 1e-4
+
+
+def test_a_time_has_five_characters() -> None:
+    times = {
+        0.0: "0.000",
+        9.25: "9.250",
+        12.5: "12.50",
+        100.0: "100.0",
+        999.96: "1000.",
+        1234.5: "1234.",
+        86400.0: "86400",
+    }
+    assert {time: in_seconds(time) for time in times} == times
+    assert all(len(in_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
+
+
+TEMPLATE = (
+    "{% for m in messages %}user\n{% for c in m.content %}{% if c.type == 'video' %}VIDEO{% elif c.type == 'image' %}IMAGE"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}assistant\n"
+)
+QWEN = {"<|image_pad|>": 190, "<|video_pad|>": 191, "<|vision_start|>": 192, "<|vision_end|>": 193}
+GLM = {"<|image|>": 190, "<|video|>": 191, "<|begin_of_video|>": 192, "<|end_of_video|>": 193}
+GLM |= {"<|begin_of_image|>": 194, "<|end_of_image|>": 195}
+LLAVA = {"<image>": 190, "<video>": 191}
+INTERN = {"<IMG_CONTEXT>": 190, "<video>": 191, "<img>": 194, "</img>": 195}
+SQUARE = {"size": {"height": 28, "width": 28}, "crop_size": {"height": 28, "width": 28}}
+STOCK: dict[str, tuple[str, dict[str, int], str, dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    "qwen3_vl": ("Qwen3VL", QWEN, "<|vision_start|><|video_pad|><|vision_end|>", {}, {}, {}),
+    "glm4v": ("Glm4v", GLM, "<|begin_of_video|><|video|><|end_of_video|>", {}, {}, {}),
+    "glm46v": ("Glm46V", GLM, "<|begin_of_video|><|video|><|end_of_video|>", {}, {}, {}),
+    "video_llama_3": ("VideoLlama3", QWEN, "<|video_pad|>\n", {}, {}, {}),
+    "llava_next_video": ("LlavaNextVideo", LLAVA, "<video>\n", SQUARE, {"patch_size": 7}, {}),
+    "perception_lm": (
+        *(
+            "PerceptionLM",
+            LLAVA,
+            "<video>",
+            {"tile_size": 28, **SQUARE},
+            {"patch_size": 7, "pooling_ratio": 2},
+        ),
+        {"image_token": "<image>", "video_token": "<video>"},
+    ),
+    "internvl": (
+        *("InternVL", INTERN, "<video>\n", SQUARE, {"image_seq_length": 4}),
+        {"start_image_token": "<img>", "end_image_token": "</img>"}
+        | {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+    ),
+}
+STOCK["smolvlm"] = (
+    *("SmolVLM", {"<image>": 190, "<fake_token_around_image>": 194, "<global-img>": 195}, "<video>"),
+    *({"size": {"longest_edge": 28}, "max_image_size": {"longest_edge": 28}}, {"image_seq_len": 4}),
+    {
+        "image_token": "<image>",
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_token": "<global-img>",
+    },
+)
+"""Model type -> the name of its classes, special tokens, the place of a video, settings of its video processor and of its
+processor, and what its tokenizer names."""
+IMAGES = {"qwen3_vl": "Qwen2VL", "internvl": "GotOcr2", "llava_next_video": "LlavaNext"}
+
+
+def tokenizer(special: dict[str, int], named: dict[str, str]) -> Any:
+    """A token a character."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {chr(n): n - 32 + 3 for n in range(32, 127)} | {"\n": 100, "<unk>": 101}
+    made = Tokenizer(models.WordLevel({**letters, **special}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", pad_token="<unk>", extra_special_tokens=named
+    )
+    whole.add_special_tokens({"additional_special_tokens": [*special]}, replace_extra_special_tokens=False)
+    return whole
+
+
+def stock(kind: str) -> Any:
+    """The processor of transformers itself for the tiny model."""
+    transformers: Any = pytest.importorskip("transformers")
+    pytest.importorskip("torchvision", reason="transformers' own processors need torchvision")
+    name, special, place, settings, own, named = STOCK[kind]
+    vision: Any = pair(kind)[0].config.vision_config
+    if hasattr(vision, "spatial_merge_size"):
+        cut = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
+        settings = {**cut, "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 6 * 64 * 96}}
+    elif kind == "video_llama_3":
+        settings = {"size": {"shortest_edge": 28 * 28, "longest_edge": 6 * 64 * 96}}
+    images = getattr(transformers, f"{IMAGES.get(kind, name)}ImageProcessor")
+    videos = getattr(transformers, f"{name}VideoProcessor")
+    return mmaccel.load_processor(
+        getattr(transformers, f"{name}Processor")(
+            image_processor=images(),
+            video_processor=videos(**settings),
+            tokenizer=tokenizer(special, named),
+            chat_template=TEMPLATE.replace("VIDEO", place),
+            **own,
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of frames from 100 s on, whose times have as many characters there; of InternVL, whose numbers do not, as it says. The
+    budget of pixels makes frames of one unit larger than those of all."""
+    model, _ = pair(kind)
+    if kind == "smolvlm":  # writes how many frames there are in words
+        monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
+    processor = stock(kind)
+    pace, rate = family_of(kind).pace(model), 0.02
+    first = 5 if kind != "glm4v" else 500
+    count = 3 * pace
+    size = (64, 96) if kind not in ("internvl", "llava_next_video", "perception_lm", "smolvlm") else (28, 28)
+    frames = torch.randint(
+        0, 256, (count, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
+    )
+    numbers = [*range(first, first + count)]
+    told = {"total_num_frames": first + count, "fps": rate, "frames_indices": numbers, "duration": 10000.0}
+    content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
+    text = processor.stock.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    inputs = processor.stock(
+        text=[text], videos=[frames], video_metadata=[told], do_sample_frames=False, return_tensors="pt"
+    )
+    with mmaccel.VideoSession(model, processor, None, kv="full") as one, torch.no_grad():
+        times = [number / rate for number in numbers]
+        one.watch(frames[: count - 1], times=times[: count - 1])
+        one.watch(frames[count - 1 :], times=times[count - 1 :])
+        if kind in ("internvl", "smolvlm"):
+            adapter: Any = one._stream_adapter
+            own = adapter.prompt(frames, None, times, adapter.tail(QUESTION)[0].tolist())
+            if kind == "internvl":
+                assert own["input_ids"].shape[1] == inputs["input_ids"].shape[1] + 4 * count
+            else:
+                ids, whole = own["input_ids"][0].tolist(), inputs["input_ids"][0].tolist()
+                frames_of = ids[ids.index(100) + 1 : -ids[::-1].index(190) + 1]
+                assert any(whole[n:][: len(frames_of)] == frames_of for n in range(len(whole)))
+            inputs = {**inputs, **own, "attention_mask": None}
+        assert (logits(one, QUESTION) - model(**inputs).logits[0, -1]).abs().max() <= CLOSE
+        one.watch(torch.cat([frames, frames, frames]), fps=2.0)
+        assert one.frames == 4 * count and one.ask(QUESTION, 2).evidence
+
+
+def test_features_that_layers_add_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
+        return embeds[:, :wide], {}
+
+    with session("qwen3_vl", "full") as one:
+        one.watch(film(4, "qwen3_vl"), fps=FPS)
+        own = plain("qwen3_vl", one, film(4, "qwen3_vl"))
+        monkeypatch.setattr(deepstack, "parted", lost)
+        with session("qwen3_vl", "full") as two:
+            two.watch(film(4, "qwen3_vl"), fps=FPS)
+            assert (logits(two, QUESTION) - own).abs().max() > 100 * CLOSE
+
+
+def test_a_pruner_of_frames_leaves_the_times() -> None:
+    """Groups of four units lose tokens that repeat, and keep the time of the first."""
+    with session("qwen3_vl", "rekv", prune={"name": "dycoke", "layer": 2}) as one:
+        one.watch(film(16, "qwen3_vl"), fps=FPS)
+        one.ask(QUESTION, 2)
+        counted, live = one.counters(), one._live
+        assert live is not None and counted["units"] == 4
+        assert counted["visual"] > counted["visual from layer 0"] > 0
+    with (
+        session("qwen3_vl", "rekv", prune="visionzip") as one,
+        pytest.raises(ModelError, match="cannot read the vision tower of qwen3_vl"),
+    ):
+        one.watch(film(4, "qwen3_vl"), fps=FPS)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "qwen3_5"])
+def test_a_call_holds_the_frames_between_which_words_are_of_one_length(kind: str) -> None:
+    """One word more before the sixth frame: those behind it are held, with the words before each, and all others stay."""
+    model, _ = pair(kind)
+    inputs = prompt(kind, [("text", 6), ("video", 12), ("text", 9)])
+    odd, visual = dict(inputs), [*family_of(kind).placeholders(model)]
+    begins = [n for n, token in enumerate(inputs["input_ids"][0].tolist()) if token in visual]
+    at = begins[5 * len(begins) // 12] - 1
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        if name in odd:
+            one = inputs[name]
+            odd[name] = torch.cat([one[:, :at], one[:, at - 1 : at], one[:, at:]], 1)
+    for given, units in ((inputs, 12), (odd, 7)):
+        with torch.no_grad():
+            plain = model.generate(**given, max_new_tokens=4, do_sample=False)
+        for kv in ("offload", "rekv"):
+            with mmaccel.accelerate(model, kv={"name": kv}) as fast:
+                assert torch.equal(fast.generate(**given, max_new_tokens=4, do_sample=False), plain)
+                assert fast.report().kv["units"] == units
+
+
+def test_times_that_a_tokenizer_writes_in_unlike_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Qwen3VL.beside
+
+    def beside(self: Any, config: Any, frame: int, seconds: Any) -> Any:
+        before, after = own(self, config, frame, seconds)
+        return [*before, "!"] if frame > 8 else before, after
+
+    monkeypatch.setattr(Qwen3VL, "beside", beside)
+    with session("qwen3_vl", "full") as one, pytest.raises(ModelError, match="units of one length"):
+        one.watch(film(8, "qwen3_vl"), fps=FPS)
+
+
+def test_running_states_come_back_after_errors_questions_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that fails in a pass, a question that fails, and drafted tokens that are not taken leave nothing behind."""
+    kind, kv = "qwen3_5", TIGHT["rekv"]
+    frames = film(20, kind)
+    with session(kind, kv) as quiet, session(kind, kv, draft=Echo()) as one:
+        for each in (quiet, one):
+            each.watch(frames[:24], fps=FPS)
+        states: Any = one._live.running  # type: ignore[union-attr]
+        before = {name: x.clone() for name, x in states.tensors().items()}
+        module = family_of(kind).attentions(pair(kind)[0])[-1]
+        calls: list[int] = []
+
+        def fails(*given: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise ZeroDivisionError
+
+        handle = module.register_forward_pre_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            one.watch(torch.cat([frames, frames]), fps=FPS)
+        calls[:] = [1]
+        with pytest.raises(ZeroDivisionError):
+            one.ask(QUESTION)
+        handle.remove()
+        told = one.ask("a b a b a b a b a b?", 12)
+        assert told.counters["drafted"] > told.counters["accepted"]
+        assert told.ids == quiet.ask("a b a b a b a b a b?", 12).ids
+        assert all(torch.equal(x, before[name]) for name, x in states.tensors().items())
+        for each in (quiet, one):
+            each.watch(frames[24:], fps=FPS)
+        assert torch.allclose(logits(one, QUESTION), logits(quiet, QUESTION), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "internvl"])
+def test_a_stored_video_under_a_pattern(kind: str) -> None:
+    """A pattern that lists everything changes nothing, one that does not something."""
+    found = []
+    for sparse in (
+        "dense",
+        {"name": "a_shape", "window": 1 << 16},
+        {"name": "a_shape", "sink": 16, "window": 32, "block": 16},
+    ):
+        with session(kind, "rekv", sparse=sparse, chunk=256, dense_tail=0) as one:
+            one.ingest(film(30, kind), fps=FPS)
+            found.append((logits(one, QUESTION), one.report().kept))
+    dense, listed, sparse_ = found
+    assert (dense[0] - listed[0]).abs().max() <= CLOSE
+    assert sparse_[1] is not None and 0 < sparse_[1] < 1 and (dense[0] - sparse_[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "perception_lm"])
+@pytest.mark.parametrize("kv", ["rekv", "streammem", "full"])
+def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
+    model, _ = pair(kind)
+    before, run, seen = {}, step.StreamSteps.run, []
+
+    def noted(steps: Any, given: Any, embeds: Tensor, hidden: bool) -> Tensor:
+        seen.append(len(embeds))
+        return run(steps, given, embeds, hidden)
+
+    monkeypatch.setattr(step.StreamSteps, "run", noted)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name and weight.ndim == 1:
+                before[name] = weight.clone()
+                weight.uniform_(0.5, 1.5)
+    try:
+        with session(kind, TIGHT[kv]) as one:
+            one.watch(film(12, kind), fps=FPS)
+            by_modules = logits(one, QUESTION), one.ask(QUESTION, 6).ids
+            assert not seen
+            monkeypatch.setattr(step, "DEVICES", ("cpu",))
+            assert (logits(one, QUESTION) - by_modules[0]).abs().max() <= 10 * CLOSE
+            assert one.ask(QUESTION, 6).ids == by_modules[1] and 1 in seen and max(seen) > 1
+    finally:
+        with torch.no_grad():
+            for name, weight in before.items():
+                model.get_parameter(name).copy_(weight)

@@ -170,7 +170,7 @@ def most_frames(
     count = int(min(rooms[why], total)) // pace * pace
     if not count and total >= pace:
         raise VideoError(
-            f"frames='auto': there is no room for {pace} frames of {path}, for {why}; give a video of smaller frames, or the number."
+            f"frames='auto': there is no room for {pace} frames of {path}, for {why}; give frames=, or smaller ones."
         )
     count = max(count, 1)
     return (

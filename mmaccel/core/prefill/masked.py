@@ -171,7 +171,9 @@ def _image(
         columns = torch.arange(total - keys, total, device=key.device) if view.column is None else view.column
         columns = columns[near:stop]
         rows = torch.arange(begin, begin + query.shape[2], device=key.device)
-        mask = ((rows[:, None] - columns < view.window) | (columns < view.sinks))[None, None]
+        padded = view.sinks and valid is not None and view.column is None
+        first = valid[0].long().argmax() if padded and valid is not None else 0
+        mask = ((rows[:, None] - columns < view.window) | (columns < first + view.sinks))[None, None]
     if valid is not None:
         held = valid[:, None, None, near:stop]
         mask = held if mask is None else mask & held

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import mmaccel
 from mmaccel.core.adapter import Branches
@@ -30,7 +33,7 @@ def built(request: pytest.FixtureRequest) -> Any:
     return request.param, model
 
 
-def tokens(model: Any, inputs: Any, count: int = 12, **more: Any) -> torch.Tensor:
+def tokens_of(model: Any, inputs: Any, count: int = 12, **more: Any) -> torch.Tensor:
     return model.generate(**inputs, max_new_tokens=count, do_sample=False, **more)
 
 
@@ -55,7 +58,7 @@ def test_an_answer_longer_than_window_and_margin(built: Any, monkeypatch: pytest
     kind, model = built
     monkeypatch.setattr(sliding, "MARGIN", 16)
     inputs = prompt(kind, PIECES)
-    plain = tokens(model, inputs, 60)
+    plain = tokens_of(model, inputs, 60)
     with mmaccel.accelerate(model) as fast:
         out = model.generate(**inputs, max_new_tokens=60, do_sample=False, return_dict_in_generate=True)
         windows, everything = fast.last_state._parts
@@ -66,10 +69,10 @@ def test_an_answer_longer_than_window_and_margin(built: Any, monkeypatch: pytest
 def test_drafts_go_back_within_the_margin(built: Any) -> None:
     kind, model = built
     inputs = prompt(kind, PIECES)
-    plain = tokens(model, inputs, 30)
+    plain = tokens_of(model, inputs, 30)
     other = sampler(kind).model(seed=1)
     with mmaccel.accelerate(model, draft={"name": "sequential", "model": other, "window": 5}) as fast:
-        assert torch.equal(tokens(model, inputs, 30), plain)
+        assert torch.equal(tokens_of(model, inputs, 30), plain)
         told = fast.report().draft
     assert told["failed"] is None and told["accepted"] < told["proposed"]
 
@@ -78,11 +81,11 @@ def test_batches_beams_and_chunks(built: Any) -> None:
     """A padded batch, beams, and pieces that end in the middle of images."""
     kind, model = built
     together = batch(kind, [prompt(kind, [("text", n), ("video", 20), ("text", 5)], seed=n) for n in (2, 19)])
-    plain, beams = tokens(model, together), tokens(model, together, num_beams=3)
+    plain, beams = tokens_of(model, together), tokens_of(model, together, num_beams=3)
     for chunk in (None, 67):
         with mmaccel.accelerate(model, chunk=chunk):
-            assert torch.equal(tokens(model, together), plain)
-            assert torch.equal(tokens(model, together, num_beams=3), beams)
+            assert torch.equal(tokens_of(model, together), plain)
+            assert torch.equal(tokens_of(model, together, num_beams=3), beams)
 
 
 def test_patterns_act_on_layers_of_full_attention(built: Any) -> None:
@@ -91,13 +94,13 @@ def test_patterns_act_on_layers_of_full_attention(built: Any) -> None:
     inputs, heads = prompt(kind, PIECES), 4
     depth, narrow = adapter_for(model).geometry(model).layers, len(adapter_for(model).sliding(model))
     with mmaccel.accelerate(model, sparse=SPARSE) as fast:
-        whole = tokens(model, inputs, 4, output_logits=True, return_dict_in_generate=True).logits
+        whole = tokens_of(model, inputs, 4, output_logits=True, return_dict_in_generate=True).logits
         assert 0 < fast.report().kept < 0.6
         with torch.no_grad():
             model(**inputs)
         assert fast.report().heads() == {"a_shape": heads * (depth - narrow), "dense": heads * narrow}
     with mmaccel.accelerate(model, sparse=SPARSE, chunk=66):
-        parts = tokens(model, inputs, 4, output_logits=True, return_dict_in_generate=True).logits
+        parts = tokens_of(model, inputs, 4, output_logits=True, return_dict_in_generate=True).logits
     assert max(float((a - b).abs().max()) for a, b in zip(whole, parts, strict=True)) < 1e-4
 
 
@@ -195,3 +198,48 @@ def test_small_models_see_images_causally() -> None:
         with mmaccel.accelerate(model):
             assert (model(**inputs).logits - plain).abs().max() < 1e-5
     assert not adapter_for(model).whole(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_stock_processors_make(kind: str, random_folder: Callable[[str], Path]) -> None:
+    """Frames are found among their inputs, with the times between them, and tokens stay what they are."""
+    pytest.importorskip("torchvision")
+    words = transformers.AutoTokenizer.from_pretrained(random_folder("tiny-qwen"))
+    names = ("boi", "eoi", "image", "audio", "boa", "eoa")
+    words.add_special_tokens({"additional_special_tokens": [f"<{name}>" for name in names]})
+    for name in names:
+        setattr(words, f"{name}_token", f"<{name}>")
+        setattr(words, f"{name}_token_id", words.convert_tokens_to_ids(f"<{name}>"))
+    maker = sampler(kind)
+    config = maker.config()
+    pixels = torch.randint(0, 255, (8, 3, 32, 32), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    if kind == "gemma3":
+        images = transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28})
+        processor = transformers.Gemma3Processor(images, words, image_seq_length=4)
+        text, given = " ".join(["at 1 : <boi>"] * 8), {"images": [list(pixels)]}
+        config.image_token_index, tokens = words.image_token_id, 4
+    else:
+        made = (getattr(transformers, f"Gemma4{name}Processor")(patch_size=4) for name in ("Image", "Video"))
+        (images, videos), hears = made, transformers.Gemma4AudioFeatureExtractor()
+        processor = transformers.Gemma4Processor(hears, images, words, videos, image_seq_length=64)
+        told = {"fps": 2.0, "total_num_frames": 8, "frames_indices": list(range(8)), "duration": 4.0}
+        text, given = "<|video|>", {"videos": [pixels], "video_metadata": [told], "do_sample_frames": False}
+        config.vision_config.pooling_kernel_size, config.vision_config.position_embedding_size = 3, 640
+        config.image_token_id, config.audio_token_id = words.image_token_id, words.audio_token_id
+        config.video_token_id, tokens = processor.video_token_id, 64
+        config.text_config.vocab_size_per_layer_input = len(words)
+    config.text_config.vocab_size = len(words)
+    torch.manual_seed(0)
+    model: Any = maker.kind(config).float().eval()
+    for weight in model.parameters():
+        if weight.ndim > 1 and not weight.any():
+            torch.nn.init.normal_(weight, std=0.1)
+    model.generation_config.eos_token_id = None
+    inputs = dict(processor(text=[f"see {text} what colour ?"], return_tensors="pt", **given))
+    plain = tokens_of(model, inputs)
+    layout = adapter_for(model).layout(model, inputs)
+    assert [int((layout.frame[0] == n).sum()) for n in range(8)] == [tokens] * 8
+    for recipe in ({}, {"chunk": 64}, {"draft": "prompt_lookup"}):
+        with mmaccel.accelerate(model, **recipe) as fast:
+            assert torch.equal(tokens_of(model, inputs), plain)
+            assert fast.report().video_units == 8

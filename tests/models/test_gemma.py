@@ -66,6 +66,30 @@ def test_an_answer_longer_than_window_and_margin(built: Any, monkeypatch: pytest
         assert windows.held() == 24 + 16 + 1 and everything.held() == plain.shape[1] - 1
 
 
+@torch.no_grad()
+def test_of_a_prompt_sliding_layers_hold_their_window(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as the next layer runs, but the last and one whose keys are read again; whole and in pieces."""
+    kind, model = built
+    monkeypatch.setattr(sliding, "MARGIN", 16)
+    inputs, family = prompt(kind, PIECES), adapter_for(model)
+    for chunk, last in ((None, inputs["input_ids"].shape[1]), (64, 24 + 16 + 64 + 8)):
+        with mmaccel.accelerate(model, chunk=chunk):
+            cache = model(**inputs).past_key_values
+            held = [one.key.shape[2] for one in cache.state._parts[0]._held]
+            assert held[:-1] == [24 + 16] * (len(held) - 1) and 24 < held[-1] <= last
+            # A step back is one of the tokens after it, and not of its own.
+            after = model(input_ids=torch.tensor([[5, 6, 7]]), past_key_values=cache).logits
+            cache.crop(-2)
+            again = model(input_ids=torch.tensor([[6, 7]]), past_key_values=cache).logits
+            assert (again - after[:, 1:]).abs().max() < 2e-5
+            cache.batch_repeat_interleave(2)
+            both = model(input_ids=torch.tensor([[8], [9]]), past_key_values=cache).logits
+            assert both.shape[0] == 2 and both.isfinite().all()
+            with pytest.raises(ModelError, match="goes back at most 16 tokens, and not into a prompt"):
+                cache.crop(-60)
+    assert len(held) == len(set(family.owners(model)) & family.sliding(model).keys())
+
+
 def test_drafts_go_back_within_the_margin(built: Any) -> None:
     kind, model = built
     inputs = prompt(kind, PIECES)

@@ -242,6 +242,26 @@ class ModelAdapter(ABC):
                 f"layer {first}; cut there or later."
             )
 
+    def sliding(self, model: nn.Module) -> Mapping[int, int]:
+        """The layers that see the last columns alone, and how many, their own included."""
+        return {}
+
+    def whole(self, model: nn.Module) -> frozenset[int]:
+        """The layers in which the tokens of an image see each other, also those behind them."""
+        return frozenset()
+
+    def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:
+        """A memory of all layers, a `KVState`; `state` opens the recipe's for so many layers."""
+        return state(view.geometry.layers)
+
+    def branches(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
+        """What the plain model takes for rows of a tree at `positions` [1, n]; `mask` [1, 1, n, N] is added to scores."""
+        return mask
+
+    def told(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+        """The `Note` of a pass of the multimodal model with what else its arguments tell; may take these out of `kwargs`."""
+        return note
+
     def first_cut(self, model: nn.Module) -> int:
         """The first layer before which a prompt may be pruned between two layers."""
         return 1

@@ -218,8 +218,8 @@ class Accelerated:
         try:
             self.recipe = recipe = fitted(recipe, self.view)
             choice = choose_backend(recipe, self.view)
-            kernel = select.get(choice.backend, self.view.device)
-            self.attention = AttentionConfig(recipe, choice.backend, kernel, choice=choice)
+            kernel, sliding = select.get(choice.backend, self.view.device), self.adapter.sliding(model)
+            self.attention = AttentionConfig(recipe, choice.backend, kernel, choice=choice, sliding=sliding)
             self._detach: Callable[[], None] | None = None
             self._detach = self.adapter.attach(model, self)
         except BaseException:
@@ -239,7 +239,7 @@ class Accelerated:
             return self.recipe.kv.open(replace(shape, layers=layers), self.view, self.view.device)
 
         prune = self.recipe.prune
-        return state(shape.layers) if prune is None else PrunedKVState(prune, shape.layers, state)
+        return PrunedKVState(prune, shape.layers, state) if prune else self.adapter.memory(self.view, state)
 
     @property
     def last_state(self) -> KVState | None:

@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmaccel.models import generic, glm4v, llava_onevision, qwen2_5_vl, qwen3_5, qwen3_vl
+from mmaccel.models import gemma, generic, glm4v, llava_onevision, qwen2_5_vl, qwen3_5, qwen3_vl
 
-__all__ = ["generic", "glm4v", "llava_onevision", "load_processor", "qwen2_5_vl", "qwen3_5", "qwen3_vl"]
+__all__ = [
+    "gemma",
+    "generic",
+    "glm4v",
+    "llava_onevision",
+    "load_processor",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_vl",
+]
 
 
 def load_processor(

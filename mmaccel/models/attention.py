@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel.core.adapter import Columns as Columns
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.memory.kv import KVState
+from mmaccel.core.memory.kv import KVState, KVView
 from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.packed import PackedPass
@@ -166,15 +166,20 @@ def weights_of(
             q, k, v = (x[b : b + 1, :, columns] for x in (query, key, value))
             whole[b, :, columns, columns] = weights_of(one, layer, q, k, v, scale)[0]
         return whole
-    if run.state is not None:
+    if run.state is None:
+        view = KVView(key, value, window=run.config.sliding.get(layer))
+    else:
         view = run.state.view(layer, query)
-        key, query = view.key, query if view.query is None else view.query
+    key, query = view.key, query if view.query is None else view.query
     rows = query.shape[2]
-    at = torch.arange(key.shape[2], device=query.device)
-    unseen = at > at[run.start : run.start + rows, None]
+    at = torch.arange(key.shape[2], device=query.device) if view.column is None else view.column
+    back = at[-rows:, None] - at
+    unseen = back < 0 if view.window is None else (back < 0) | (back >= view.window)
     if run.layout.padded:
-        valid = run.layout.valid.to(query.device)
-        unseen = (unseen | ~valid[:, None] | ~valid[:, run.start : run.start + rows, None])[:, None]
+        valid = run.layout.valid.to(query.device)[:, at]
+        unseen = (unseen | ~valid[:, None] | ~valid[:, -rows:, None])[:, None]
+    if run.images is not None and (images := run.images.of(layer, run.start, run.layout)) is not None:
+        unseen = images.opened(unseen.expand(len(query), 1, rows, -1), at)
     heads = query.to(value.dtype).unflatten(1, (key.shape[1], -1))
     scores = (heads @ key.to(value.dtype)[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
     weights = scores.float().masked_fill(unseen, float("-inf")).softmax(-1)
@@ -222,6 +227,16 @@ def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Te
             return None
         positions = positions[0]
     return find_packed_sequence_indices(positions)
+
+
+def pieces(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]]:
+    """Begin and end among the new columns of `run` of parts of `chunk` columns, or a few more where an image is not cut."""
+    begin, count = 0, run.layout.length - run.start
+    while begin < count:
+        end = begin + chunk
+        if run.images is not None:
+            end = run.images.uncut(run.start + end) - run.start
+        yield begin, (begin := min(end, count))
 
 
 class _Door:

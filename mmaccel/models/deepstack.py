@@ -14,7 +14,9 @@ from torch import Tensor
 
 WHERE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 """The arguments of a text model's forward: which columns [B, S] are visual, and their features [n, E] for each layer."""
-ENTERING = ("inputs_embeds", WHERE, FEATURES)
+EACH = "per_layer_inputs"
+"""The argument with what each layer of a model such as Gemma 4 adds to each token [B, S, layers, n]."""
+ENTERING = ("inputs_embeds", WHERE, FEATURES, EACH)
 """The arguments in which a prompt comes."""
 
 
@@ -45,6 +47,8 @@ def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """What enters of two prompts, one after the other; one of them may show nothing."""
     both, embeds = (one, other), ENTERING[0]
     out: dict[str, Any] = {embeds: torch.cat([x[embeds] for x in both], 1)}
+    if EACH in one:
+        out[EACH] = torch.cat([x[EACH] for x in both], 1)
     if shown := [x[FEATURES] for x in both if FEATURES in x]:
         masks = [x.get(WHERE, x[embeds].new_zeros(x[embeds].shape[:2], dtype=torch.bool)) for x in both]
         out |= {

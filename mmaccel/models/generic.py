@@ -55,7 +55,7 @@ _BESIDE: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
 }
 """What a processor writes beside a frame, of the number of the frame and its time in seconds."""
 
-_TOWER: dict[str, Any] = {
+TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -63,6 +63,7 @@ _TOWER: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 7,
 }
+"""Of a tiny model."""
 
 
 @register("model", "generic")
@@ -83,14 +84,14 @@ class Generic(Family):
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "internvl": {
             "text_config": {**tiny.TEXT, "model_type": "qwen2"},
-            "vision_config": {**_TOWER, "image_size": [28, 28], "patch_size": [7, 7]},
+            "vision_config": {**TOWER, "image_size": [28, 28], "patch_size": [7, 7]},
             "image_token_id": tiny.IMG,
             "image_seq_length": 4,
             "downsample_ratio": 0.5,
         },
         "llava_next_video": {
             "text_config": {**tiny.TEXT, "model_type": "llama"},
-            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "vision_config": {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
             "image_token_id": tiny.IMG,
             "video_token_id": tiny.VID,
             "image_token_index": tiny.IMG,
@@ -103,7 +104,7 @@ class Generic(Family):
         "perception_lm": {
             "text_config": {**tiny.TEXT, "model_type": "llama"},
             "vision_config": {
-                **_TOWER,
+                **TOWER,
                 "model_type": "siglip_vision_model",
                 "vision_use_head": False,
                 "model_args": {"embed_dim": 32},
@@ -115,13 +116,13 @@ class Generic(Family):
         },
         "smolvlm": {
             "text_config": {**tiny.TEXT, "model_type": "llama"},
-            "vision_config": _TOWER,
+            "vision_config": TOWER,
             "image_token_id": tiny.IMG,
             "scale_factor": 2,
         },
         "video_llama_3": {
             "text_config": {**tiny.TEXT, "model_type": "qwen2"},
-            "vision_config": {**_TOWER, "patch_size": 14},
+            "vision_config": {**TOWER, "patch_size": 14},
             "image_token_id": tiny.IMG,
             "video_token_id": tiny.VID,
         },
@@ -355,10 +356,13 @@ def _runs(kinds: list[int], kind: int | None = None) -> list[tuple[int, int]]:
 
 def _frames(inputs: Inputs) -> list[int]:
     """The frames of each video, as far as its inputs tell; [] where they do not."""
-    grid, pixels = inputs.get(GRIDS[VIDEO]), inputs.get(PIXELS[VIDEO])
-    if grid is not None:
-        return [int(steps) for steps in grid[:, 0]]
-    return [pixels.shape[1]] * len(pixels) if isinstance(pixels, Tensor) and pixels.ndim == 5 else []
+    grid, pixels, counts = (inputs.get(x) for x in (GRIDS[VIDEO], PIXELS[VIDEO], "num_frames_per_video"))
+    counts = counts if grid is None else grid[:, 0]
+    if counts is not None:
+        return [int(steps) for steps in counts]
+    # Patches of frames have four axes with one for videos, pixels five.
+    axes = 4 if "video_position_ids" in inputs else 5
+    return [pixels.shape[1]] * len(pixels) if isinstance(pixels, Tensor) and pixels.ndim == axes else []
 
 
 def _near(runs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

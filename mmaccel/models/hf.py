@@ -34,6 +34,7 @@ from mmaccel.models.attention import (
     cache_of,
     check_forward,
     packed_in,
+    pieces,
     ticket_of,
     without_cache,
 )
@@ -115,8 +116,7 @@ class Attachment(Attaching):
         return self.multimodal_forward(**self._noted(args, kwargs))
 
     def _noted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the multimodal model's forward by name: with the layout of the new columns, positions and
-        cache."""
+        """The arguments of the multimodal model's forward by name: with layout of the new columns, positions, cache."""
         kwargs = by_name(type(self.multimodal).forward.__get__(self.multimodal), args, kwargs)
         note: Note = kwargs.pop(NOTE, None) or Note()
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
@@ -133,7 +133,7 @@ class Attachment(Attaching):
             elif kwargs.get("position_ids") is None and known is not None:
                 kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
             note = replace(note, layout=layout)
-        return {**kwargs, NOTE: note}
+        return {NOTE: self.family.told(self.model, kwargs, note), **kwargs}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a forward pass keeps a cache: as `use_cache` says, else as the model's config says."""
@@ -232,6 +232,9 @@ class Attachment(Attaching):
         """The pass of a call of the text model, its arguments by name, and whether its memory is not to be returned."""
         kwargs = by_name(self.forward, args, kwargs)
         recipe, mask = self.owner.recipe, kwargs.pop("attention_mask", None)
+        note: Note = kwargs.pop(NOTE, None) or Note()
+        if isinstance(mask, dict) and all(one is None for one in mask.values()):
+            mask = note.mask
         if getattr(self.text.config, "_attn_implementation", None) != ATTENTION:
             raise ModelError(
                 "attn_implementation: it was set while a recipe is attached; detach the recipe, set it, and attach again."
@@ -244,15 +247,15 @@ class Attachment(Attaching):
                 "attention_mask: an accelerated model takes a mask of shape [batch, length]; static caches and 4-D masks "
                 "lose the padding, leave cache_implementation out."
             )
-        entry = kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
-        batch, count = entry.shape[:2]
+        entry = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        (batch, count), device = entry.shape[:2], entry.device
         cache = kwargs.get("past_key_values")
         start = cache.get_seq_length() if cache is not None else 0
-        note: Note = kwargs.pop(NOTE, None) or Note()
 
         def text(columns: int, valid: Tensor | None) -> TokenLayout:
-            kinds = torch.zeros(batch, columns, dtype=torch.long, device=entry.device)
-            return TokenLayout.build(kinds, valid=valid)
+            return TokenLayout.build(
+                torch.zeros(batch, columns, dtype=torch.long, device=device), valid=valid
+            )
 
         new = note.layout
         if new is None or new.length != count:
@@ -268,7 +271,7 @@ class Attachment(Attaching):
                     "past_key_values: this cache was filled by another accelerated model; start from a new one."
                 )
             valid = None if mask is None or mask.shape[1] < start + count else mask[:, :start]
-            known = Columns(text(start, valid), torch.zeros(batch, 1, dtype=torch.long, device=entry.device))
+            known = Columns(text(start, valid), torch.zeros(batch, 1, dtype=torch.long, device=device))
         layout = new if known is None else known.layout.take(slice(0, start)).append(new)
         if cache is not None:
             places = kwargs.get("position_ids")
@@ -287,6 +290,7 @@ class Attachment(Attaching):
             prefill=not note.verify and (count > 1 or start == 0),
             branches=note.branches,
             probes=note.probes,
+            images=note.images,
         )
         if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
             self.owner.attention.meter.enter(int(new.valid.sum()), start, new.video())
@@ -357,11 +361,10 @@ class Attachment(Attaching):
         if own:
             kwargs["past_key_values"] = self.cache()
             run = replace(run, state=kwargs["past_key_values"].state)
-        outputs = []
-        for begin in range(0, count, chunk):
-            outputs.append(self._pass(*self._piece(run, kwargs, begin, min(begin + chunk, count))))
+        outputs = [self._pass(*self._piece(run, kwargs, *part)) for part in pieces(run, chunk)]
         whole = outputs[-1]
-        whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
+        if outputs[0].last_hidden_state.shape[1] > 1 or chunk == 1:  # else layers ran the last row alone
+            whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
         if whole.get("hidden_states") is not None:
             whole.hidden_states = tuple(
                 torch.cat(h, 1) for h in zip(*(o.hidden_states for o in outputs), strict=True)

@@ -249,6 +249,8 @@ def of_columns(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int = 0
     for name in ("inputs_embeds", "input_ids", "position_ids"):
         if part.get(name) is not None:
             part[name] = part[name][..., columns, :] if name == "inputs_embeds" else part[name][..., columns]
+    if part.get(deepstack.EACH) is not None:
+        part[deepstack.EACH] = part[deepstack.EACH][:, columns]
     return part if part.get(deepstack.WHERE) is None else {**part, **deepstack.of_columns(part, columns)}
 
 

@@ -162,7 +162,7 @@ class HFRunner(Runner):
             sees, dtype = branches.sees.to(ids.device), next(self.model.parameters()).dtype
             mask = torch.zeros(count, held + count, dtype=dtype, device=ids.device)
             mask[:, held + count - sees.shape[1] :].masked_fill_(~sees, torch.finfo(dtype).min)
-            more["attention_mask"] = mask[None, None]
+            more["attention_mask"] = self.family.branches(self.model, mask[None, None], positions)
         out = self.model(
             input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True, **more
         )

@@ -152,8 +152,11 @@ def most_frames(
             at = _prompt(
                 processor, torch.zeros(pace, 3, *size, dtype=torch.uint8), steps * pace / total * rate
             )
-            last = family.positions(model, at).max() + family.steps(model, at, steps)[-1]
-            return max(int(last), first + apart * (steps - 1)) + RESERVE >= limit
+            places = family.positions(model, at)
+            # Rows and columns of the last step begin at its time, which is no sum of both.
+            begin = places[0, 0, 0] if places.ndim == 3 and processor.style is not None else places.max()
+            last = max(int(places.max()), int(begin + family.steps(model, at, steps)[-1]))
+            return max(last, first + apart * (steps - 1)) + RESERVE >= limit
 
         rooms[f"the model has {limit} positions"] = (
             bisect.bisect_left(range(1, -(-total // pace) + 1), True, key=over) * pace
@@ -164,7 +167,12 @@ def most_frames(
     if (host := free_memory()) is not None:
         rooms[f"{host / 2**30:.1f} GiB of host memory are free"] = SHARE * host / (2 * 3 * height * width)
     why = min(rooms, key=lambda name: rooms[name])
-    count = max(int(min(rooms[why], total)) // pace * pace, 1)
+    count = int(min(rooms[why], total)) // pace * pace
+    if not count and total >= pace:
+        raise VideoError(
+            f"frames='auto': there is no room for {pace} frames of {path}, for {why}; give frames=, or smaller ones."
+        )
+    count = max(count, 1)
     return (
         count,
         f"frames='auto' took {count} of {total} frames, about {tokens / pace * count:.0f} tokens: {why}",

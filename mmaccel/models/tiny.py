@@ -78,8 +78,8 @@ class Sampler:
         torch.manual_seed(seed)
         made = self.kind(self.config(layers, hidden)).float().eval()
         for name, weight in made.named_parameters():
-            if name.endswith("patch_embedding.weight"):
-                # A truncated normal, which each version of PyTorch draws in its own way.
+            if name.endswith("patch_embedding.weight") or not (weight.ndim < 2 or weight.any()):
+                # A truncated normal, which each version of PyTorch draws in its own way; or zeros, which let nothing by.
                 generator = torch.Generator().manual_seed(seed + 3)
                 nn.init.normal_(weight, std=weight[0].numel() ** -0.5, generator=generator)
         return made  # type: ignore[no-any-return]

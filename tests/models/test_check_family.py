@@ -21,6 +21,12 @@ from mmaccel.models import deepstack, generic
 from mmaccel.models.generic import Generic, Other
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
+from mmaccel.policies.sparse import a_shape, grid
+from mmaccel.policies.sparse.block_topk import BlockTopK
+from mmaccel.policies.sparse.k_boundary import KBoundary
+from mmaccel.policies.sparse.q_boundary import QBoundary
+from mmaccel.policies.sparse.tri_shape import TriShape
+from mmaccel.policies.sparse.vertical_slash import VerticalSlash
 from tests.models.tiny_random import sampler
 
 KINDS = sorted(kind for family in registry("model").values() for kind in family.model_types if kind != "*")
@@ -52,6 +58,43 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "frames that follow each other": (Qwen3VL, "grids", Qwen25VL.grids, "placeholders"),
     "frames from the last to the first": (Qwen3VL, "layout", _backwards, "columns of frames"),
 }
+
+
+def _shifted(*given: Any) -> Any:
+    made = frame_phases(*given)
+    return replace(made, shift=(made.shift + 1) % made.stride)
+
+
+frame_phases, near_and_first = grid.frame_phases, a_shape.near_and_first
+strongest, shares = VerticalSlash._strongest, BlockTopK._shares
+PATTERNS: dict[str, tuple[Any, str, Any]] = {
+    "a_shape": (
+        a_shape,
+        "near_and_first",
+        lambda region, sink, window: near_and_first(region, sink, window + 1),
+    ),
+    "tri_shape": (TriShape, "bottom", property(lambda self: 20, lambda self, value: None)),
+    "vertical_slash": (
+        VerticalSlash,
+        "_strongest",
+        lambda self, *a: strongest(self, *(-x for x in a[:2]), a[2]),
+    ),
+    "block_topk": (BlockTopK, "_shares", lambda self, *a: 1 / (shares(self, *a) + 1)),
+    "grid": (grid, "frame_phases", _shifted),
+    "q_boundary": (QBoundary, "groups", KBoundary.groups),
+    "k_boundary": (
+        KBoundary,
+        "groups",
+        property(lambda self: {None: dict.fromkeys(self.patterns, self.video)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_that_lists_other_pairs_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*PATTERNS[name])
+    with pytest.raises(ModelError, match=f"[:;] {name}: other pairs than its definition"):
+        mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -94,7 +137,7 @@ def like_smolvlm(config: Any) -> Any:
     return SimpleNamespace(model_type="smolvlm", image_token_id=config.image_token_id)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mllama"])
+@pytest.mark.parametrize("kind", ["gemma3n", "mllama"])
 def test_a_model_of_other_layers_is_refused(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
     with pytest.raises(ModelError, match=f"model type '{kind}' is not supported: "):

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import mmaccel
 from mmaccel.core.errors import ModelError
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft.sequential import Sequential
+from mmaccel.policies.kv.full import FullState
 from tests.models.test_recipes import PIECES, SPARSE, small
 from tests.models.tiny_random import EVERY, IMG, PROMPTS, VID, batch, prompt
 
@@ -312,3 +314,20 @@ def test_what_is_accelerated_is_not_copied_and_says_so(family, by):
             with pytest.raises(ModelError, match="neither be copied nor pickled; detach the recipe"):
                 by(held)
     assert isinstance(by(model), bytes | torch.nn.Module)
+
+
+def test_a_bias_that_keeps_a_pattern_from_planning_is_told(monkeypatch):
+    """Once in the report; not under a dense recipe, nor where the memory has no bias."""
+    model, inputs = EVERY["qwen"](), prompt("qwen", PIECES)
+    plain = FullState.view
+    for biased, sparse, told in ((True, "a_shape", 1), (True, "dense", 0), (False, "a_shape", 0)):
+
+        def view(self, layer, query, biased=biased):
+            found = plain(self, layer, query)
+            return replace(found, bias=torch.zeros(found.key.shape[2])) if biased else found
+
+        monkeypatch.setattr(FullState, "view", view)
+        with mmaccel.accelerate(model, sparse=small("a_shape") if sparse == "a_shape" else "dense") as fast:
+            model.generate(**inputs, max_new_tokens=2, do_sample=False)
+            said = [note for note in fast.report().notes if "bias" in note]
+        assert len(said) == told and all(note.startswith("sparse: a_shape planned no pass") for note in said)

@@ -15,7 +15,7 @@ import torch
 import mmaccel
 from mmaccel import media
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.errors import MmaccelWarning, ModelError, VideoError
 from mmaccel.models import taking
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import Budget
@@ -157,6 +157,32 @@ def test_auto_takes_all_that_there_is_room_for(
     assert 0 < count < 60 and "GiB are free on cpu" in told
     with mmaccel.accelerate(model, kv={"name": "window", "window": 64}, chunk=64):
         assert most_frames(processor, model, path)[0] > count
+
+
+def test_auto_takes_all_that_the_positions_of_qwen_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its positions are seconds: of fewer frames the last begins earlier. One step of time more would not fit."""
+    model, processor = pair("random-qwen")
+    path, family = write_film(tmp_path / "film.mp4", 600), adapter_for(model)
+    monkeypatch.setattr(taking, "RESERVE", 40)
+    config = family.text(model).config
+
+    def last(count: int) -> int:
+        inputs = processor(processor.video_token, videos=path, frames=count)
+        return int(family.positions(model, inputs).max())
+
+    taken = set()
+    for limit in (46, 150, 160, 161, 200, 201, 220, 221, 255, 279, 280, 281):
+        monkeypatch.setattr(config, "max_position_embeddings", limit)
+        count, told = most_frames(processor, model, path)
+        assert last(count) + 40 < limit and (count == 600 or last(count + 2) + 40 >= limit)
+        assert count == 600 or told.endswith(f"the model has {limit} positions")
+        taken.add(count)
+    assert {2, 4, 6, 600} <= taken and len(taken) > 5
+    monkeypatch.setattr(config, "max_position_embeddings", 44)
+    with pytest.raises(VideoError, match=r"no room for 2 frames of .*, for the model has 44 positions"):
+        most_frames(processor, model, path)
 
 
 def test_auto_needs_a_model(tmp_path: Path) -> None:

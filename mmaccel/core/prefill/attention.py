@@ -7,10 +7,10 @@ language model over new columns, of a call or of a stream.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from mmaccel.core.decoding.replay import COMPILE, Compiled
 from mmaccel.core.errors import warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView, StreamState
+from mmaccel.core.prefill import masked
 from mmaccel.core.prefill.plan import AttentionPlan, check_sizes, numbered
 from mmaccel.core.prefill.prune import PrefillPass, Probe
-from mmaccel.core.prefill.sparse import attend_plan, window_plan
+from mmaccel.core.prefill.sparse import attend_branches, attend_plan, to_host, window_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 
@@ -38,6 +39,7 @@ PLANNER_S, SAVED = 32.0, 0.5
 block_topk (docs/speed.md)."""
 MIN_ROWS = 64
 """A shorter prompt, or last piece of one, is dense."""
+BIASED = "sparse: {} planned no pass whose memory adds a bias to the scores of its keys; these are dense"
 
 
 @dataclass(eq=False)
@@ -46,6 +48,7 @@ class AttentionConfig:
 
     kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run
     windows  the same for windows of streams where the recipe is sparse (else it is `kernel`); None: masks are written out
+    sliding  layers that see so many last columns alone, and are dense
     """
 
     recipe: Recipe
@@ -54,6 +57,7 @@ class AttentionConfig:
     meter: Meter = field(default_factory=Meter)
     choice: select.Choice | None = None
     windows: Callable[..., tuple[Tensor, Tensor]] | None = None
+    sliding: Mapping[int, int] = field(default_factory=dict)
     _warned: bool = False
     _compiled: dict[int, Compiled] = field(default_factory=dict)
 
@@ -89,23 +93,15 @@ class AttentionConfig:
             warn(f"{message}; search at this length for budgets that fit it.")
 
 
-def _to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """`value` [] on its way to the host, which is not waited for, and the event that it has come."""
-    if not value.is_cuda:
-        return value, None
-    host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    # Layers of a model spread over devices are not on the current one.
-    event.record(torch.cuda.current_stream(value.device))
-    return host, event
-
-
 @dataclass(frozen=True)
 class Note:
     """What travels from the multimodal model to the text model beside its arguments: the layout of the new columns, and
-    whether they are tokens to verify rather than a prompt, and of which tree; and who reads what the layers compute."""
+    whether they are tokens to verify rather than a prompt, and of which tree; and who reads what the layers compute. `mask`
+    where it travels here alone, and images that see themselves whole."""
 
     layout: TokenLayout | None = None
+    mask: Tensor | None = None
+    images: masked.Images | None = None
     verify: bool = False
     branches: Branches | None = None
     probes: tuple[Probe, ...] = ()
@@ -128,6 +124,7 @@ class ForwardPass(PrefillPass):
     check     called at each layer; what it raises breaks the pass off
     pruning   what a pruner of the target's prompt keeps of the pass, for its cuts between layers
     meter     counts it; None: that of `config`
+    images    those whose tokens see each other whole
     """
 
     config: AttentionConfig
@@ -139,6 +136,7 @@ class ForwardPass(PrefillPass):
     check: Callable[[], None] | None = None
     pruning: object = None
     meter: Meter | None = None
+    images: masked.Images | None = None
     ends: tuple[int, ...] | None = None
     """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
 
@@ -264,7 +262,12 @@ class ForwardPass(PrefillPass):
         when a memory has taken them in."""
         if self.check is not None:
             self.check()
-        view = KVView(key, value) if self.state is None else self.state.view(layer, query)
+        # Layers without keys of their own may be run for the last rows alone.
+        rows = self.layout.length - self.start - query.shape[2]
+        if rows > 0 and not self.stream and self.pruning is None:
+            return self.part(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
+        window = self.config.sliding.get(layer)
+        view = KVView(key, value, None, 0, window) if self.state is None else self.state.view(layer, query)
         key, value = view.key, view.value
         query = query if view.query is None else view.query
         if query.dtype != value.dtype:
@@ -273,7 +276,8 @@ class ForwardPass(PrefillPass):
         for probe in self.probes:
             probe.attending(self, layer, query, key, value, scale)
         if self.branches is not None:
-            return self._branching(self.branches, view, query, key, value, scale)
+            end = key.shape[2] if self.stream else self.layout.length
+            return attend_branches(self.branches, view, query, key, value, scale, end)
         if view.layout is not None and not self.config.recipe.sparse.dense:
             return self._over(view.layout, query.shape[2])._attend(layer, view, query, key, value, scale)
         return self._attend(layer, view, query, key, value, scale)
@@ -289,11 +293,20 @@ class ForwardPass(PrefillPass):
     ) -> Tensor:
         """[B, H, n, D]: what the pattern lists of `view`, or all of it."""
         plan, recipe = None, self.config.recipe
-        sparse = self.prefill and not recipe.sparse.dense and layer not in recipe.dense_layers
-        sparse = sparse and query.shape[2] >= MIN_ROWS and view.bias is None and self._in_places(view)
+        dense = recipe.sparse.dense or layer in recipe.dense_layers or layer in self.config.sliding
+        sparse = self.prefill and not dense and query.shape[2] >= MIN_ROWS and view.bias is None
+        sparse = sparse and self._in_places(view)
+        if self.prefill and not dense and query.shape[2] >= MIN_ROWS and view.bias is not None:
+            (self.meter or self.config.meter).note(BIASED.format(self.config.recipe.sparse.name))
         if sparse and self.pays(layer, query, key.shape[2], view):
-            plan = self._plan(layer, view, query, key, value)
-        self._count(layer, plan, view, query)
+            # Estimates weigh scores by the size of a head.
+            even = scale * query.shape[3] ** 0.5
+            plan = self._plan(layer, view, query if abs(even - 1) < 1e-3 else query * even, key, value)
+        images = None if self.images is None else self.images.of(layer, self.start, self.layout)
+        self._count(layer, plan, view, query, images)
+        if images is not None:
+            how = query, key, value, scale, self.config.kernel
+            return images.attend(plan, self._tails, view, self._valid(view), *how)
         if plan is None:
             return self._dense(view, query, key, value, scale)
         if isinstance(self.state, StreamState):
@@ -329,27 +342,6 @@ class ForwardPass(PrefillPass):
         valid = self.layout.valid[some]
         return valid if view.column is None else valid[:, view.column]
 
-    def _branching(
-        self, branches: Branches, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
-        """Rows of a tree: each sees what was there before the tree, and its own branch."""
-        device = query.device
-        sees, depth = branches.sees.to(device), branches.depth.to(device)
-        first = (key.shape[2] if self.stream else self.start + query.shape[2]) - sees.shape[1]
-        column = view.column
-        column = torch.arange(key.shape[2], device=device) if column is None else column.to(device)
-        inside = column >= first
-        mask = torch.where(inside, sees[:, (column - first).clamp(min=0)], True)
-        if view.window is not None:
-            near = (first + depth)[:, None] - column < view.window
-            mask = mask & (inside | near | (column < view.sinks))
-        if view.bias is not None:
-            added = torch.nn.functional.pad(view.bias, (0, key.shape[2] - len(view.bias)))
-            mask = added.masked_fill(~mask, -torch.inf).to(query.dtype)
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-
     def _plan(
         self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor
     ) -> AttentionPlan | None:
@@ -373,7 +365,7 @@ class ForwardPass(PrefillPass):
         dense = replace(plan.dense, rows=max(heads)) if plan.dense is not None else None
         return replace(plan, parts=parts, dense=dense)
 
-    def _count(self, layer: int, plan: AttentionPlan | None, view: KVView, query: Tensor) -> None:
+    def _count(self, layer: int, plan: Any, view: KVView, query: Tensor, images: Any) -> None:
         if not self.prefill:
             return
         heads = query.shape[1]
@@ -383,15 +375,19 @@ class ForwardPass(PrefillPass):
         if view.window is not None:
             pairs = pairs.clamp(max=view.sinks + view.window)
         dense = pairs.sum(1, keepdim=True)
+        if images is not None:
+            dense, causal = (pairs + images.pairs(len(query)).to(dense.device) for pairs in (dense, causal))
         if plan is None:
             listed, names = dense.expand(-1, heads), ("dense",) * heads
         else:
             listed = plan.listed_pairs()
             if self.config.choice is not None and self.config.choice.costs is not None:
                 expected = self._expected(layer, query.shape[2], view.key.shape[2], view.column)
-                self.listed[self.start] = *_to_host(listed.mean()), expected
+                self.listed[self.start] = *to_host(listed.mean()), expected
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
+            if images is not None:
+                listed = listed + images.later(query, view.key).listed_pairs()
             names = self.config.recipe.sparse.at(layer).per_head(heads)
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = dense

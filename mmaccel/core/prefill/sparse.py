@@ -1,4 +1,4 @@
-"""The contract of a sparse prefill pattern, and how its plan is computed by the operator of a backend."""
+"""The contract of a sparse prefill pattern, how its plan is computed by the operator of a backend, and rows of a tree."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from mmaccel.backends import select
 from mmaccel.backends.ops.block_attend import empty_output, prepare, remember
 from mmaccel.backends.ops.dense_attend import dense_attend
-from mmaccel.core.adapter import ModelView
+from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.merge_heads import adjacent, joined
 from mmaccel.core.prefill.plan import (
     FAR,
@@ -264,3 +265,37 @@ def window_plan(
         )
     part = Part(q_row, tuple(spans), ordered=rows, all_rows=rows)
     return AttentionPlan((part,), TILE, TILE, 1, heads, rows, keys)
+
+
+def attend_branches(
+    branches: Branches, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float, end: int
+) -> Tensor:
+    """[B, H, n, D]: rows of a tree, each of which sees what was there before the tree, and its own branch; the last of them
+    is column `end` - 1."""
+    device = query.device
+    sees, depth = branches.sees.to(device), branches.depth.to(device)
+    first = end - sees.shape[1]
+    column = view.column
+    column = torch.arange(key.shape[2], device=device) if column is None else column.to(device)
+    inside = column >= first
+    mask = torch.where(inside, sees[:, (column - first).clamp(min=0)], True)
+    if view.window is not None:
+        near = (first + depth)[:, None] - column < view.window
+        mask = mask & (inside | near | (column < view.sinks))
+    if view.bias is not None:
+        added = torch.nn.functional.pad(view.bias, (0, key.shape[2] - len(view.bias)))
+        mask = added.masked_fill(~mask, -torch.inf).to(query.dtype)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """`value` [] on its way to the host, which is not waited for, and the event that it has come."""
+    if not value.is_cuda:
+        return value, None
+    host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # Layers of a model spread over devices are not on the current one.
+    event.record(torch.cuda.current_stream(value.device))
+    return host, event

@@ -1,0 +1,102 @@
+"""Images whose tokens see each other whole, beside a plan, a window, padding and other heads: against a mask written out."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.backends import reference, triton
+from mmaccel.core.layout import IMAGE, TokenLayout
+from mmaccel.core.memory.kv import KVView
+from mmaccel.core.prefill.masked import Images
+from mmaccel.core.registry import policy
+from tests.backends.test_triton import run
+
+B, H, G, N, D, START = 2, 4, 2, 300, 16, 70
+SPANS = ((0, 80, 100), (0, 100, 230), (0, 240, 241), (1, 90, 155), (1, 20, 60), (1, 280, 300))
+
+
+def tensors(seed: int = 0, keys: int = N) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = N - START
+    shapes = (B, H, rows, D), (B, G, keys, D), (B, G, keys, D)
+    return tuple(torch.randn(*shape, generator=generator) for shape in shapes)  # type: ignore[return-value]
+
+
+def behind(columns: Tensor) -> Tensor:
+    """[B, n, N]: the pairs of a token and one behind it in its image, of those that are new."""
+    rows, seen = torch.arange(START, N)[:, None], torch.zeros(B, N - START, len(columns), dtype=torch.bool)
+    for b, begin, past in SPANS:
+        if begin >= START:
+            seen[b] |= (begin <= rows) & (rows < columns) & (columns < past)
+    return seen
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    k, v = (t.repeat_interleave(H // G, 1) for t in (key, value))
+    return (query @ k.mT * D**-0.5).masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0) @ v
+
+
+def layout(pad: int = 0) -> TokenLayout:
+    valid = torch.ones(B, N, dtype=torch.bool)
+    valid[0, :pad] = False
+    return TokenLayout.build(torch.full((B, N), IMAGE), valid=valid)
+
+
+@pytest.mark.parametrize("pad", [0, 33])
+@pytest.mark.parametrize(("sinks", "window"), [(0, None), (0, 24), (5, 24), (0, 290)])
+def test_a_dense_layer(pad: int, sinks: int, window: int | None) -> None:
+    query, key, value = tensors()
+    told = layout(pad)
+    images = Images(SPANS, frozenset({3})).of(3, START, told)
+    assert images is not None and Images(SPANS, frozenset({3})).of(2, START, told) is None
+    valid = told.valid if pad else None
+    out = images.attend(
+        None, (), KVView(key, value, None, sinks, window), valid, query, key, value, D**-0.5, None
+    )
+    rows, columns = torch.arange(START, N)[:, None], torch.arange(N)
+    near = torch.ones(N - START, N, dtype=torch.bool) if window is None else rows - columns < window
+    mask = ((rows >= columns) & near)[None] | behind(columns)
+    if sinks:  # which count from the first token
+        first = torch.tensor([pad, 0])[:, None, None]
+        mask |= (rows >= columns) & (columns < first + sinks)
+    want = attended(query, key, value, (mask & told.valid[:, None])[:, None])
+    assert (out - want).abs().max() < 1e-5
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = {"reference": reference.op, **({"triton": triton.op} if INTERPRETED else {})}
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("dense", [(), (1, 2)])
+def test_a_planned_layer(backend: str, dense: tuple[int, ...]) -> None:
+    """The pairs of the pattern, those behind each row in its image, heads that a table leaves dense, and a dense tail that
+    begins within an image."""
+    query, key, value = tensors(1)
+    told = layout()
+    own = {"name": "a_shape", "sink": 8, "window": 20, "block": 16}
+    heads = {head: own for head in range(H) if head not in dense}
+    pattern = policy("sparse", {"name": "per_head", "block": 16, "table": {0: heads}} if dense else own).at(0)
+    plan = pattern.plan(query, key, told.take(slice(START, None)), told)
+    assert bool(plan.dense) == bool(dense)
+    images = Images(SPANS, frozenset({0})).of(0, START, told)
+    tails, view = [(slice(None), 180, 230)], KVView(key, value)
+    out = images.attend(plan, tails, view, None, query, key, value, D**-0.5, KERNELS[backend])
+    places, columns = torch.arange(START, N)[:, None], torch.arange(N)
+    near = (places - columns < 20) | (columns < 8) | (places >= START + 180)
+    near = torch.stack([near if head in heads else torch.ones_like(near) for head in range(H)])
+    want = attended(query, key, value, ((places >= columns) & near)[None] | behind(columns)[:, None])
+    assert (out - want).abs().max() < 1e-5
+    assert images.pairs(B).tolist() == [[190 + 130 * 129 / 2], [65 * 32 + 190]]
+
+
+@pytest.mark.numeric(by="numpy")
+def test_by_the_kernel_interpreted() -> None:
+    pytest.importorskip("triton")
+    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
+    out = run("pytest", f"{__file__}::test_a_planned_layer", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
+    assert "4 passed" in out and "failed" not in out

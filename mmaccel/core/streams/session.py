@@ -91,7 +91,7 @@ class VideoSession:
         has read, leaves out the others, and a warning gives the number kept. Of a live source the model reads what has come
         once nothing came for half a second. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
-        return self._take_in("watch", video, times, fps, progress, timeout)
+        return self.take_in("watch", video, times, fps, progress, self.deadline(timeout))
 
     def ingest(
         self,
@@ -108,25 +108,29 @@ class VideoSession:
         `ingest_frames` of a memory says how far frames see, and `counters` what part of the frames up to them they saw
         ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """
-        if not self._kv.ingests:
-            raise RecipeError(f"kv {self._kv.name!r} does not ingest (ingests is not True); use watch.")
-        return self._take_in("ingest", video, None, fps, progress, timeout)
+        return self.take_in("ingest", video, None, fps, progress, self.deadline(timeout))
 
-    def _take_in(
+    def deadline(self, timeout: float | None) -> Deadline:
+        """The end of a call that begins now; `cancel` ends it too."""
+        return Deadline(timeout, self._cancelled)
+
+    def take_in(
         self,
         how: How,
         video: Any,
         times: Sequence[float] | Tensor | None,
         fps: float | None,
         progress: Progress | None,
-        timeout: float | None,
+        deadline: Deadline,
     ) -> int:
+        """`watch` or `ingest`, by `deadline`. Raises `RecipeError` where the memory does not ingest."""
+        if how == "ingest" and not self._kv.ingests:
+            raise RecipeError(f"kv {self._kv.name!r} does not ingest (ingests is not True); use watch.")
         if fps is not None and not 0 < fps < math.inf:
             raise ModelError(f"fps: {fps!r}; give a positive number of frames a second.")
         given = None if times is None else [float(moment) for moment in times]
         if given is not None and not all(map(math.isfinite, given)):
             raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
-        deadline = Deadline(timeout, self._cancelled)
         # Times are given for all frames of a call: all are taken in, or none.
         apart = given is None and how == "watch"
         each, every = (self._whole, nullcontext) if apart else (nullcontext, self._whole)
@@ -271,14 +275,21 @@ class VideoSession:
         `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a question that
         leaves no position for an answer. An answer that reaches the last position ends there, with a warning.
         """
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ModelError(f"max_new_tokens: {max_new_tokens!r}; give at least 1.")
-        deadline = Deadline(timeout, self._cancelled)
+        deadline = self.deadline(timeout)
+        work = self.answering(question, max_new_tokens, evidence, deadline)
         if not stream:
-            return self._answer(question, max_new_tokens, evidence, deadline, None)
+            return work(None)
         with suppress(Ended), self._working(deadline):
             self._check(question)
-        return Reply(lambda put: self._answer(question, max_new_tokens, evidence, deadline, put), deadline)
+        return Reply(work, deadline)
+
+    def answering(
+        self, question: str, most: int, evidence: bool, deadline: Deadline
+    ) -> Callable[[Callable[[str], None] | None], Answer]:
+        """What answers a question when it is called, with what gets the pieces of text."""
+        if not isinstance(most, int) or most < 1:
+            raise ModelError(f"max_new_tokens: {most!r}; give at least 1.")
+        return partial(self._answer, question, most, evidence, deadline)
 
     def _check(self, question: str) -> StreamRunner:
         """The stream to ask; raises `ModelError` where nothing was watched, or the question is not text."""

@@ -16,8 +16,8 @@ from mmaccel.contract.prefill import check_counters, promise
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import PositionIds, TokenLayout
+from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import (
-    FrameState,
     KVPolicy,
     KVState,
     KVView,

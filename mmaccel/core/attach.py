@@ -25,6 +25,7 @@ from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
+from mmaccel.core.turns import Turns
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
@@ -59,8 +60,8 @@ class Question:
 class StreamModel(ABC):
     """One model as a stream uses it: pixels to features, features through the layers.
 
-    Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
-    threads are done. A unit has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
+    Nothing stays on the model between two calls. Several streams may share a model, whose `turns` their passes take. A unit
+    has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
     """
 
     view: ModelView
@@ -68,6 +69,7 @@ class StreamModel(ABC):
     dtype: torch.dtype
     device: torch.device
     layer_devices: list[torch.device]
+    turns: Turns
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 
@@ -141,9 +143,7 @@ class StreamAdapter(StreamModel):
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
         """`video` (frames, a `Video`, an iterator of such, a path) as frames a session takes in; a path is read in pieces.
-
-        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`.
-        """
+        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`."""
 
     @abstractmethod
     def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:

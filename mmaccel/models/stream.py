@@ -68,7 +68,8 @@ class StreamPasses:
         if not recipe.sparse.dense:
             self.attention = attachment.owner.attention
         self.text: Any = family.text(model)
-        self._gate = gate_of(self.text)
+        self._gate = gate = gate_of(self.text)
+        self.turns = gate.turns
 
     @functools.cached_property
     def _few(self) -> step.StreamSteps:
@@ -163,7 +164,7 @@ class StreamPasses:
                 raise ModelError(
                     "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
                 )
-            with self._gate.turns, torch.inference_mode(False), torch.no_grad():
+            with self.turns.holding(), torch.inference_mode(False), torch.no_grad():
                 yield
 
     @contextmanager

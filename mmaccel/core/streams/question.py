@@ -52,6 +52,9 @@ class QuestionRunner(Runner):
     meter     counts what is decoded
     evidence  gives the frames that the answer rests on, after the question has run
     question  its text, and `beside` the stream of a draft, which is asked it too
+    check     called between two layers of the question; may raise `Ended`
+    pause     called with False between two passes of the answer
+    counted   gives the figures of the memory
     around    what is laid round the memory while it lasts; `Listening` tells a draft's pruner what it attended to
     logits    [1, V] of the first token, set by `prefill`
     """
@@ -67,6 +70,9 @@ class QuestionRunner(Runner):
     question: str
     beside: CarefulDraftStream
     around: Around
+    check: Callable[[], None]
+    pause: Callable[[bool], None]
+    counted: Callable[[], dict[str, float]]
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
@@ -75,12 +81,13 @@ class QuestionRunner(Runner):
         Raises `Ended` when the deadline passes before the last layer.
         """
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
-        how = {"check": self.deadline.check, "meter": self.meter}
+        how = {"check": self.check, "meter": self.meter}
         hidden = self.run(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
         return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        self.pause(False)
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
         hidden = self.run(self.state, stream_pass, self.adapter.words(ids[0]), few=True, **more)

@@ -6,6 +6,7 @@ Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before r
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -99,13 +100,13 @@ class Rope:
     angles of a name are made once until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
-        self.angles, self.apply, self._model = partial(model.angles, dtype=dtype), model.apply_rope, model
+        self.angles, self.apply, self.model = partial(model.angles, dtype=dtype), model.apply_rope, model
         self._kept: dict[Hashable, Angles] = {}
         self.forget = self._kept.clear
 
     def apply_(self, x: Tensor, angles: Angles) -> None:
         """`apply` in place."""
-        self._model.apply_rope_(x, angles)
+        self.model.apply_rope_(x, angles)
 
     def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
         """The angles of `positions()` [n] or [3, n], made when `name` is new."""
@@ -128,6 +129,20 @@ class PassState(StreamState):
         self._new: dict[int, Pair] = {}
         self._ingests, self._columns = False, dict[tuple[int, int], TokenLayout]()
         self._headed = self._count = self._extra = self._pending = self._last = 0
+
+    _main: Any = None
+    """Of a snapshot, the memory that it is of."""
+
+    def snapshot(self, stream: Stream) -> StreamState | None:
+        taken = copy.copy(self)
+        for name, value in vars(self).items():
+            if type(value) in (dict, list):
+                setattr(taken, name, value.copy())
+        taken._main, taken.stream, taken.rope = self, stream, Rope(self.rope.model, stream.dtype)
+        return taken
+
+    def _answered(self, taken: Any) -> None:
+        """The question of the snapshot `taken` is over: take from it what is to last."""
 
     def _cut(self, columns: int) -> None:
         """Keep the first `columns` columns of each layer, as far as it has them."""
@@ -218,6 +233,8 @@ class PassState(StreamState):
             yield
         finally:
             self._forget_question()
+            if self._main is not None:
+                self._main._answered(self)
 
     def units(self) -> int:
         return self._count

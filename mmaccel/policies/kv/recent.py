@@ -38,4 +38,10 @@ class Recent(WindowedPolicy):
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        return StreamMemory(stream, geometry, model, device, **self.sizes(stream))
+        return RecentMemory(stream, geometry, model, device, **self.sizes(stream))
+
+
+class RecentMemory(StreamMemory):
+    """The window alone."""
+
+    parts = True

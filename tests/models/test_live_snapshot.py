@@ -20,7 +20,15 @@ LONG = " ".join([QUESTION] * 12)
 MEMORIES: dict[str, dict[str, Any]] = {
     **every_stream(frames=4, window=6),
     "mosaic": {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2},
-    "rekv reps": {"name": "rekv", "window": 6, "local": 2, "frames": 4, "reps": 3, "encode_frames": 2, "cache": 4},
+    "rekv reps": {
+        "name": "rekv",
+        "window": 6,
+        "local": 2,
+        "frames": 4,
+        "reps": 3,
+        "encode_frames": 2,
+        "cache": 4,
+    },
     "offload disk": {"name": "offload", "host_bytes": 4096, "spill": "disk"},
     "drop_oldest": {"name": "rekv", "window": 6, "frames": 4, "host_bytes": 1 << 20, "spill": "drop_oldest"},
 }

@@ -99,6 +99,10 @@ class StreamMemory(IngestState):
         if "local" in policy.query_time_fields:
             self.local = self.stream.units(policy.local)
 
+    @property
+    def parts(self) -> bool:  # type: ignore[override]
+        return type(self) is StreamMemory  # a subclass says itself whether what it keeps bears that
+
     def _answered(self, taken: Any) -> None:
         self._kept = taken._kept
 

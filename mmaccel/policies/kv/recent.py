@@ -38,10 +38,4 @@ class Recent(WindowedPolicy):
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        return RecentMemory(stream, geometry, model, device, **self.sizes(stream))
-
-
-class RecentMemory(StreamMemory):
-    """The window alone."""
-
-    parts = True
+        return StreamMemory(stream, geometry, model, device, **self.sizes(stream))

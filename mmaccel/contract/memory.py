@@ -224,7 +224,7 @@ def check_stream(policy: StreamPolicy) -> None:
     )
     trial.same(first, trial.ask(), "what came after a checkpoint leaves a trace; let restore take it back")
     mark = state.checkpoint()
-    if (taken := state.snapshot(replace(stream, places=places.copied()))) is not None:
+    if (taken := state.snapshot(replace(stream, places=places.copied()), lambda: None)) is not None:
         beside = _Trial(who, taken, policy.needs).ask(lambda: trial.watch(20))
         trial.same(
             first,

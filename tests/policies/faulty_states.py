@@ -108,8 +108,8 @@ class Mislays(_Streams):
 
 
 class _Lends(FullStream):
-    def snapshot(self, stream: Any) -> Any:
-        taken: Any = super().snapshot(stream)
+    def snapshot(self, *given: Any) -> Any:
+        taken: Any = super().snapshot(*given)
         self._state._lent.clear()
         return taken
 

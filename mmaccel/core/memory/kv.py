@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,10 +275,10 @@ class StreamState(KVState):
     def restore(self, mark: Any) -> None:
         """Be as at the moment of `checkpoint`, whatever came after it, a broken pass included."""
 
-    def snapshot(self, stream: Stream) -> StreamState | None:
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         """The memory as it is now, for one question, which runs in its `question_scope` while units go on coming to this
-        memory, and changes no answer of what came before; `stream` is the question's. One is in use at a time. None: units
-        wait until an answer has ended."""
+        memory; no answer knows of them. `stream` is the question's; `pause` lets units come while `evidence` is worked out.
+        One is in use at a time. None: units wait until an answer has ended."""
         return None
 
     parts: bool = False

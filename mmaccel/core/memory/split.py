@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -113,8 +113,8 @@ class SplitState(StreamState):
         self._of = [(state, layer) for layers, _, state in parts for layer in range(len(layers))]
         self.recalls_alike = self._states[0].recalls_alike
 
-    def snapshot(self, stream: Stream) -> StreamState | None:
-        taken = [state.snapshot(stream) for state in self._states]
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
+        taken = [state.snapshot(stream, pause) for state in self._states]
         if None in taken:
             return None
         other = copy.copy(self)

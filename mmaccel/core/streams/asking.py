@@ -19,6 +19,9 @@ from mmaccel.core.report import Meter
 from mmaccel.core.streams.question import QuestionRunner, planned_rows
 from mmaccel.core.streams.stream_runner import StreamInfo, StreamRunner, filled, frame_size
 
+FEW = 4
+"""Units of a memory of frames that go through the vision tower at a time."""
+
 
 @contextmanager
 def asked(
@@ -45,14 +48,15 @@ def asked(
     deadline = Deadline() if deadline is None else deadline
     meter = Meter(started=deadline.began if beside else time.perf_counter())
     own_stream = replace(stream, places=stream.places.copied())
-    taken = state.snapshot(own_stream) if beside else None
-    if taken is not None:
-        state, stream = taken, own_stream
-        info = replace(info, spans=list(info.spans), times=list(info.times))
 
     def pause(reading: bool) -> None:
         if taken is not None and (taken.parts or not reading):
             adapter.turns.give_way(inside=reading)
+
+    taken = state.snapshot(own_stream, lambda: pause(False)) if beside else None
+    if taken is not None:
+        state, stream = taken, own_stream
+        info = replace(info, spans=list(info.spans), times=list(info.times))
 
     def check() -> None:
         pause(True)
@@ -126,8 +130,11 @@ def _picked(
     for at in range(0, len(picked), live.bulk):
         check()
         some = picked[at : at + live.bulk]
-        alike = itertools.groupby((one for _, one in some), frame_size)  # each clip may have had its own size
-        runs = [live.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
+        runs = []
+        for _, alike in itertools.groupby((one for _, one in some), frame_size):  # each clip may have its own
+            while few := list(itertools.islice(alike, FEW)):
+                runs.append(live.adapter.features(torch.cat(few), info.size)[0])
+                check()
         times = [info.shown(number, 1)[0] for number, _ in some]
         live.run_units(fresh, torch.cat(runs), times, meter=meter, check=check)
     fresh.idle()

@@ -3,6 +3,7 @@ and from then on copies."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ class BesideQuestion(StreamMemory):
         # What is forgotten to make room may be what a question is about to fetch.
         return self.store.spill != "drop_oldest"
 
-    def snapshot(self, stream: Stream) -> StreamState | None:
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         self.idle()
-        taken: Any = super().snapshot(stream)
+        taken: Any = super().snapshot(stream, pause)
         self._lent = taken
         return taken  # type: ignore[no-any-return]
 

@@ -82,6 +82,10 @@ class Ring(NamedTuple):
     value: Tensor
 
 
+UnitsOf = Callable[[int, Tensor], Tensor]
+"""Of a layer's shares [n, N] of columns: [n, U], those of units."""
+
+
 @dataclass(eq=False)
 class Asked:
     """What a question sees at one layer: turned keys and values with room for more; `base` columns of it, in which `seen`
@@ -132,13 +136,15 @@ class PassState(StreamState):
 
     _main: Any = None
     """Of a snapshot, the memory that it is of."""
+    _pause: Callable[[], None] = staticmethod(lambda: None)
 
-    def snapshot(self, stream: Stream) -> StreamState | None:
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         taken = copy.copy(self)
         for name, value in vars(self).items():
             if type(value) in (dict, list):
                 setattr(taken, name, value.copy())
-        taken._main, taken.stream, taken.rope = self, stream, Rope(self.rope.model, stream.dtype)
+        taken._main, taken._pause = self, pause
+        taken.stream, taken.rope = stream, Rope(self.rope.model, stream.dtype)
         return taken
 
     def _answered(self, taken: Any) -> None:
@@ -347,7 +353,7 @@ class Rows:
         self._rows = {}
 
     @torch.no_grad()
-    def reached(self, rope: Rope, head: int, units_of: Callable[[int, Tensor], Tensor]) -> Tensor | None:
+    def reached(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
         """[U]: of all that reaches the last row, which says the first token, from units, the share of each; None: unknown.
 
         Attention rollout (Abnar and Zuidema, 2020): behind each layer a row is made of what it was, what it gets of units,
@@ -368,6 +374,7 @@ class Rows:
                 query = rope.apply(query[None], angles)[0]
             query = query[:, first - self._first :]
             got = attention(query, slot.key[0, :, : slot.column + self._count], slot.bias)
+            pause()
             if weight is None:
                 weight = got.new_zeros(1, len(got))
                 weight[:, -1] = 1

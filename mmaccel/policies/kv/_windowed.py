@@ -310,7 +310,7 @@ class StreamMemory(IngestState):
         self.restore((0, 0, 0, [None] * len(self._heads), [None] * len(self._rings)))
 
     def evidence(self) -> dict[int, Seen]:
-        parts = self._rows.reached(self.rope, self.stream.head, self._units_of)
+        parts = self._rows.reached(self.rope, self.stream.head, self._units_of, self._pause)
         return weigh(self._looked(), self._count, parts)
 
     def summaries(self, layer: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -290,8 +291,8 @@ class FullStream(WholeStream):
         super().__init__(stream, geometry, model, device)
         self._state = FullState(geometry.layers)
 
-    def snapshot(self, stream: Stream) -> StreamState | None:
-        taken: Any = super().snapshot(stream)
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
+        taken: Any = super().snapshot(stream, pause)
         taken._state = self._state.lent()
         return taken  # type: ignore[no-any-return]
 

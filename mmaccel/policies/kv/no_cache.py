@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,7 +89,7 @@ class _Frames(FrameState):
 
     parts = True
 
-    def snapshot(self, stream: Stream) -> StreamState:
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState:
         taken = copy.copy(self)
         taken._held = dict(self._held)
         return taken

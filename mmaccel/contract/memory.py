@@ -5,6 +5,7 @@ B batch, G key/value heads, n columns, D head size; P tokens a unit of a stream,
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -224,7 +225,7 @@ def check_stream(policy: StreamPolicy) -> None:
     )
     trial.same(first, trial.ask(), "what came after a checkpoint leaves a trace; let restore take it back")
     mark = state.checkpoint()
-    if (taken := state.snapshot(replace(stream, places=places.copied()), lambda: None)) is not None:
+    if (taken := state.snapshot(replace(stream, places=copy.copy(places)), lambda: None)) is not None:
         beside = _Trial(who, taken, policy.needs).ask(lambda: trial.watch(20))
         trial.same(
             first,

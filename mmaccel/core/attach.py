@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
+from mmaccel.core.streams.parts import Clip, Moment, Question, RunningStates
 from mmaccel.core.turns import Turns
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
@@ -32,29 +33,6 @@ _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
 
 FRAME = 196
 """Tokens of a frame of the prompts on which a pattern's planning is timed."""
-
-
-@dataclass(frozen=True, eq=False)
-class Clip:
-    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, where these are known; `part`: of a
-    source whose length is not known."""
-
-    frames: Tensor
-    times: list[float] | None
-    fps: float | None
-    part: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """Tokens [n] after the video and its marks, and their input embeddings [n, E]; ``words[0] .. words[1]`` of them are the
-    user's own, and none from `visual` on stands for an image or a video; `layout` [1, n] says which do, None: none does."""
-
-    ids: Tensor
-    words: tuple[int, int]
-    embeds: Tensor
-    visual: int = 0
-    layout: TokenLayout | None = None
 
 
 class StreamModel(ABC):
@@ -91,6 +69,11 @@ class StreamModel(ABC):
         """`frames` [T, 3, H, W] at (height, width)."""
         return frames
 
+    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+        """[n, P, E] units as they enter the layers: `features` [n, ., E] of each, and what is written beside it of the
+        moment it shows. Wider than E where layers add to them (`run`)."""
+        return features
+
     @abstractmethod
     def head(self) -> Tensor:
         """[h] ids of the prompt before the video."""
@@ -122,6 +105,7 @@ class StreamModel(ABC):
         branches: Branches | None = None,
         meter: Meter | None = None,
         ears: Mapping[int, Callable[[Tensor], None]] | None = None,
+        running: RunningStates | None = None,
     ) -> Tensor:
         """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory. Keys and
         queries reach it before rotation; with `hidden` it is told what enters each layer. `few`: the columns are of a
@@ -129,6 +113,10 @@ class StreamModel(ABC):
         called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `ears` hear by layer what
         enters it [1, n, E], and by their number what leaves the last.
         """
+
+    def running(self) -> RunningStates | None:
+        """Those of a stream that begins, where layers have such; `run` is given them as `running`."""
+        return None
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +17,9 @@ from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import Seen, StreamPass, StreamState
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.question import QuestionRunner, planned_rows
-from mmaccel.core.streams.stream_runner import StreamInfo, StreamRunner, filled, frame_size
+from mmaccel.core.streams.parts import RunningStates
+from mmaccel.core.streams.question import QuestionRunner, StreamInfo, joined, kept, planned_rows
+from mmaccel.core.streams.stream_runner import StreamRunner, filled, frame_size
 
 FEW = 4
 """Units of a memory of frames that go through the vision tower at a time."""
@@ -45,25 +47,32 @@ def asked(
     if live.ingests:
         raise ModelError("ask: a video is being ingested; ask when that call has ended.")
     info, state, adapter, stream = live.info, live.state, live.adapter, live.stream
+    running = live.running
     deadline = Deadline() if deadline is None else deadline
     meter = Meter(started=deadline.began if beside else time.perf_counter())
-    own_stream = replace(stream, places=stream.places.copied())
 
     def pause(reading: bool) -> None:
         if taken is not None and (taken.parts or not reading):
             adapter.turns.give_way(inside=reading)
 
+    asking, waiting, places = adapter.question(question), state.waiting(), stream.places
+    if info.timed and not isinstance(state, FrameState):
+        # Those of the units that the memory has not taken in yet.
+        times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
+        times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
+        places.told(state.units(), times)
+    own_stream = replace(stream, places=copy.copy(places))
     taken = state.snapshot(own_stream, lambda: pause(False)) if beside else None
     if taken is not None:
-        state, stream = taken, own_stream
+        state, stream, places = taken, own_stream, own_stream.places
         info = replace(info, spans=list(info.spans), times=list(info.times))
+        if live.running is not None and (running := adapter.running()) is not None:
+            running.back(live.running.mark())
 
     def check() -> None:
         pause(True)
         deadline.check()
 
-    places = stream.places
-    asking, waiting = adapter.question(question), state.waiting()
     pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
     before = pending + info.marks.shape[0]
     rows, words = before + len(asking.ids), (before + asking.words[0], before + asking.words[1])
@@ -71,11 +80,6 @@ def asked(
     stream_pass = StreamPass(
         kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh, layout=planned
     )
-    if info.timed and not isinstance(state, FrameState):
-        # Those of the units that the memory has not taken in yet.
-        times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
-        times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
-        places.told(state.units(), times)
     units, own = state.shown(stream_pass)
     last, positions = places.ends(units, pending, rows, own)
     if not places.admits(units, pending, rows, own):
@@ -89,7 +93,8 @@ def asked(
     deadline.check()
     seen_as, evidence, shows = state, state.evidence, list(range(len(info.spans)))
     if isinstance(state, FrameState):
-        state, evidence = _picked(live, state, info, check, meter)
+        running = adapter.running()
+        state, evidence = _picked(live, state, info, check, meter, running)
         shows = list(evidence())
     prune = adapter.attention.recipe.prune
     acts = None if prune is None else prune.on_stream()
@@ -101,15 +106,18 @@ def asked(
         state = pruned = RecallPruning(state, acts, stream, depth, seen)
     parts = [info.marks, asking.embeds]
     if info.pending is not None:
-        parts.insert(0, adapter.features(filled(info.pending, adapter.pace), info.size)[0][0])
+        unit = adapter.features(filled(info.pending, adapter.pace), info.size)[0]
+        at = [len(info.times) - info.pending.shape[0]]
+        parts.insert(0, adapter.spoken(unit, info.moments(adapter.pace, at))[0])
         check()
     if waiting is not None:
-        parts.insert(0, waiting.flatten(0, 1))
+        at = [sum(info.spans[-1]) if info.spans else 0]
+        parts.insert(0, adapter.spoken(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
-    given = adapter, live.run_pass, state, deadline, asking.ids, left, meter, shown, question
+    given = adapter, live.run_pass, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(*given, live.beside, live.around, check, pause, lambda: live.counters(seen_as))
-    with state.question_scope():
-        runner.prefill({"stream_pass": stream_pass, "embeds": torch.cat(parts)})
+    with state.question_scope(), kept(running):
+        runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
         meter.prompt_tokens = runner.length()
         if pruned is not None:
             live.pruned = pruned.counts
@@ -119,12 +127,17 @@ def asked(
 
 
 def _picked(
-    live: StreamRunner, state: FrameState, info: StreamInfo, check: Callable[[], None], meter: Meter
+    live: StreamRunner,
+    state: FrameState,
+    info: StreamInfo,
+    check: Callable[[], None],
+    meter: Meter,
+    running: RunningStates | None,
 ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
     """A memory of the frames that a memory of frames picks, and what the answer rests on."""
     fresh, picked = state.fresh(), state.pick(getattr(live.around, "paid", {}))
     live.around.cut(0)
-    live.run_head(fresh)
+    live.run_head(fresh, running=running)
     if live.kv.ingests:
         fresh.begin_ingest()
     for at in range(0, len(picked), live.bulk):
@@ -135,8 +148,8 @@ def _picked(
             while few := list(itertools.islice(alike, FEW)):
                 runs.append(live.adapter.features(torch.cat(few), info.size)[0])
                 check()
-        times = [info.shown(number, 1)[0] for number, _ in some]
-        live.run_units(fresh, torch.cat(runs), times, meter=meter, check=check)
+        begins = [info.spans[number][0] for number, _ in some]
+        live.run_units(fresh, torch.cat(runs), begins, meter=meter, check=check, running=running)
     fresh.idle()
     return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
 

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.attach import Clip, StreamAdapter
+from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
 from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.streams.parts import Clip
 from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
 from mmaccel.core.turns import Turns
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.attach import Clip, StreamModel
+from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
@@ -20,40 +20,13 @@ from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.question import WATCHED
+from mmaccel.core.streams.parts import Clip
+from mmaccel.core.streams.question import WATCHED, StreamInfo, kept
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
 ROWS = 1 << 15
 """Tokens of a pass of an ingestion where the recipe has no `chunk`."""
-
-
-@dataclass(eq=False)
-class StreamInfo:
-    """What is known of a stream beside its memory.
-
-    size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
-    fps      the rate of the first clip, for which positions are made
-    marks    [m, E] features of what ends any video
-    timed    whether the times of frames are known, and not made up: positions in seconds then follow them
-    spans    (first frame, frames) of each unit; `times` the seconds at which each frame was shown
-    pending  frames of a unit not yet complete; `raw` their (height, width)
-    """
-
-    size: tuple[int, int]
-    fps: float | None
-    unit: int
-    marks: Tensor
-    timed: bool = False
-    raw: tuple[int, int] | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    pending: Tensor | None = None
-
-    def shown(self, first: int, count: int | None = None) -> list[float]:
-        """The seconds at which `count` units from number `first` on were shown; None: all of them."""
-        end = None if count is None else first + count
-        return [self.times[frame] for frame, _ in self.spans[first:end]]
 
 
 class StreamRunner:
@@ -75,6 +48,7 @@ class StreamRunner:
         self.waits: deque[float] = deque(maxlen=1024)
         """Seconds that each of the last passes of frames waited for its turn."""
         self.state = opened(self.stream, adapter.view.geometry, adapter.view, adapter.device)
+        self.running = adapter.running()
 
     @classmethod
     def begin(
@@ -90,7 +64,13 @@ class StreamRunner:
         """A stream of frames like `frames`, its head run; `timed`: their times are known; `quiet`: it warns of nothing."""
         size = frame_size(frames)
         features, marks = adapter.features(filled(frames[: adapter.pace], adapter.pace), size)
-        live = cls(adapter, kv, chunk, StreamInfo(size, fps, features.shape[1], marks, timed, size))
+        unit = adapter.spoken(features, [(0, [0.0])]).shape[1]
+        live = cls(
+            adapter,
+            kv,
+            chunk,
+            StreamInfo(size, fps, unit, marks[:, : adapter.view.geometry.hidden], timed, size),
+        )
         live._warned = live._full = quiet
         try:
             if not isinstance(live.state, FrameState):
@@ -185,24 +165,24 @@ class StreamRunner:
             info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
             return
         features, counts = state.merge(self.adapter.features(frames, info.size)[0])
-        for count in counts:
-            info.spans.append((start, count * pace))
-            start += count * pace
-        self.run_units(state, features)
+        begins = (
+            [start + pace * past for past in itertools.accumulate(counts[:-1], initial=0)] if counts else []
+        )
+        info.spans += [(begin, count * pace) for begin, count in zip(begins, counts, strict=True)]
+        self.run_units(state, features, begins)
 
-    def run_units(
-        self, state: StreamState, features: Tensor, times: Sequence[float] | None = None, **how: Any
-    ) -> None:
-        total, done, info = features.shape[0], 0, self.info
-        if info.timed and times is None:
+    def run_units(self, state: StreamState, features: Tensor, numbers: Sequence[int], **how: Any) -> None:
+        """Units of `features` [n, P, E], whose first frames are `numbers`, into a memory."""
+        total, done, info, adapter = features.shape[0], 0, self.info, self.adapter
+        if info.timed and state is self.state:
             self.stream.places.told(state.units(), info.shown(state.units()))
         while done < total:
             first = state.units()
             count = state.fit(first, total - done)
-            part = features[done : done + count]
-            shown = tuple(info.shown(first, count) if times is None else times[done : done + count])
-            look = part.float().mean(1) if "look" in self.kv.needs else None
-            rows = count * info.unit
+            part, frames = features[done : done + count], numbers[done : done + count]
+            shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
+            look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
+            part, rows = adapter.spoken(part, info.moments(adapter.pace, frames)), count * info.unit
             stream_pass = StreamPass(
                 kind="units", rows=rows, first=first, count=count, times=shown, look=look
             )
@@ -218,16 +198,18 @@ class StreamRunner:
         rows = question.embeds[question.words[1] :]
         return rows if len(rows) else question.embeds[-1:]  # a prompt may end with its words
 
-    def run_head(self, state: StreamState) -> None:
+    def run_head(self, state: StreamState, **how: Any) -> None:
         embeds = self.adapter.head_embeds()
-        self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds)
+        self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds, **how)
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
         how |= {} if self.beside.failed else self.around.ears(stream_pass.kind)
-        state.begin_pass(stream_pass)
-        hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
-        state.end_pass()
+        running = how.setdefault("running", self.running)
+        with kept(running if stream_pass.kind == "proxy" else None):
+            state.begin_pass(stream_pass)
+            hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
+            state.end_pass()
         return hidden
 
     # Going back.
@@ -235,14 +217,17 @@ class StreamRunner:
     def mark(self) -> Any:
         """What `back` needs."""
         info = self.info
-        return self.state.checkpoint(), replace(info), len(info.spans), len(info.times), self.beside.mark()
+        lengths, states = (len(info.spans), len(info.times)), self.running and self.running.mark()
+        return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states
 
     def back(self, mark: Any) -> None:
         """As it was at `mark`, since when lists have only grown."""
-        memory, info, spans, times, beside = mark
+        memory, info, spans, times, beside, states = mark
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
+        if self.running is not None:
+            self.running.back(states)
         self.beside.back(beside)
         self.around.cut(self.state.units() * info.unit)
 

@@ -82,8 +82,7 @@ class Ring(NamedTuple):
     value: Tensor
 
 
-UnitsOf = Callable[[int, Tensor], Tensor]
-"""Of a layer's shares [n, N] of columns: [n, U], those of units."""
+UnitsOf = Callable[[int, Tensor], Tensor]  # of a layer's shares [n, N] of columns: [n, U], those of units
 
 
 @dataclass(eq=False)

@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline, Evidence
 from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import Seen, StreamPass, StreamState
 from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.parts import RunningStates
+from mmaccel.core.streams.parts import Choosing, RunningStates
 from mmaccel.core.streams.question import QuestionRunner, StreamInfo, joined, kept, planned_rows
 from mmaccel.core.streams.stream_runner import StreamRunner, filled, frame_size
 
@@ -28,11 +30,12 @@ FEW = 4
 @contextmanager
 def asked(
     live: StreamRunner,
-    question: str,
+    question: Any,
     room: int,
     weigh: bool = True,
     deadline: Deadline | None = None,
     beside: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[QuestionRunner]:
     """A question (`StreamModel.question`) on `live`, run up to its first token; at exit the memory is as before.
 
@@ -40,6 +43,7 @@ def asked(
     weigh   its evidence will be asked for
     beside  it sees the stream as it is now, and gives way to frames between its layers and its tokens, as far as the memory
             lets these come meanwhile (`StreamState.snapshot`); the caller holds the `turns` of the model
+    settings  by which tokens are chosen (`StreamAdapter.choosing`)
 
     Raises `ModelError`, before anything is run, where the model has no position left for an answer, and `Ended` when the
     deadline comes before the first token.
@@ -56,6 +60,11 @@ def asked(
             adapter.turns.give_way(inside=reading)
 
     asking, waiting, places = adapter.question(question), state.waiting(), stream.places
+    choosing = Choosing()
+    if settings:
+        assert isinstance(adapter, StreamAdapter)
+        ids = torch.cat([adapter.head(), asking.ids])[None]
+        choosing = adapter.choosing(ids, room, settings, adapter.attention.recipe.draft.active)
     if info.timed and not isinstance(state, FrameState):
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
@@ -80,6 +89,13 @@ def asked(
     stream_pass = StreamPass(
         kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh, layout=planned
     )
+    if asking.after is not None and taken is not None:
+        marks = torch.arange(info.marks.shape[0], device=asking.after.device).expand(places.axes, -1)
+        places.follows = torch.cat([marks, asking.after + marks.shape[1]], 1)
+    elif asking.after is not None and beside:
+        raise ModelError(
+            f"question: kv {live.kv.name!r} has no snapshot, which images need here; ask in words."
+        )
     units, own = state.shown(stream_pass)
     last, positions = places.ends(units, pending, rows, own)
     if not places.admits(units, pending, rows, own):
@@ -115,7 +131,9 @@ def asked(
         parts.insert(0, adapter.spoken(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
     given = adapter, live.run_pass, state, running, deadline, asking.ids, left, meter, shown, question
-    runner = QuestionRunner(*given, live.beside, live.around, check, pause, lambda: live.counters(seen_as))
+    runner = QuestionRunner(
+        *given, live.beside, live.around, check, pause, lambda: live.counters(seen_as), choosing
+    )
     with state.question_scope(), kept(running):
         runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
         meter.prompt_tokens = runner.length()

@@ -15,7 +15,7 @@ from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, End
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.streams.intake import How, Progress
-from mmaccel.core.streams.session import VideoSession
+from mmaccel.core.streams.session import Messages, VideoSession
 
 Done = TypeVar("Done")
 
@@ -23,30 +23,29 @@ Done = TypeVar("Done")
 class AsyncReply(AsyncIterator[str]):
     """An answer under way: ``async for piece in reply`` gives its text as it comes, ``await reply`` the whole `Answer`.
 
-    Work begins when either is first asked for. `answer` is None until it is whole. Cancelling the task that waits for it, or
-    `aclose`, ends the answer with the token under way.
+    `answer` is None until it is whole. Cancelling the task that waits for it, or `aclose`, ends the answer with the token
+    under way.
     """
 
     def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
         self.answer: Answer | None = None
-        self._work, self._deadline = work, deadline
+        self._deadline, loop = deadline, asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._task: asyncio.Future[Answer] | None = None
 
-    def _begun(self) -> asyncio.Future[Answer]:
-        if self._task is None:
-            loop = asyncio.get_running_loop()
+        def put(piece: str) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
-            def put(piece: str) -> None:
-                with suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+        self._task = threaded(lambda: work(put))
+        self._task.add_done_callback(self._over)
 
-            self._task = threaded(lambda: self._work(put))
-            self._task.add_done_callback(lambda _: self._pieces.put_nowait(None))
-        return self._task
+    def _over(self, task: asyncio.Future[Answer]) -> None:
+        self._pieces.put_nowait(None)
+        if not task.cancelled():
+            task.exception()  # nobody need ask for it
 
     async def __anext__(self) -> str:
-        task = self._begun()
+        task = self._task
         try:
             piece = None if task.done() and self._pieces.empty() else await self._pieces.get()
         except asyncio.CancelledError:
@@ -61,15 +60,14 @@ class AsyncReply(AsyncIterator[str]):
         return self._whole().__await__()
 
     async def _whole(self) -> Answer:
-        self.answer = await ended_with(self._begun(), self._deadline)
+        self.answer = await ended_with(self._task, self._deadline)
         return self.answer
 
     async def aclose(self) -> None:
         """End the answer, and wait until the model has left it."""
         self._deadline.cancel()
-        if self._task is not None:
-            with suppress(Exception):
-                await asyncio.shield(self._task)
+        with suppress(Exception):
+            await asyncio.shield(self._task)
 
 
 class AsyncVideoSession:
@@ -128,7 +126,7 @@ class AsyncVideoSession:
 
     def ask(
         self,
-        question: str,
+        question: str | Messages,
         max_new_tokens: int = MAX_NEW_TOKENS,
         *,
         timeout: float | None = None,
@@ -137,7 +135,7 @@ class AsyncVideoSession:
     ) -> AsyncReply:
         """An `AsyncReply`: iterate over it for the pieces of text as they come, or await it for the whole `Answer`.
 
-        The other arguments are those of `VideoSession.ask`.
+        The other arguments are those of `VideoSession.ask`; work begins at once.
         """
         deadline = self.session.deadline(timeout)
         ask = self.session.answering(question, max_new_tokens, evidence, deadline, **how)

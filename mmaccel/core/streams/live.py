@@ -102,9 +102,10 @@ class AsyncVideoSession:
         progress: Progress | None = None,
         *,
         timeout: float | None = None,
+        reconnect: bool = False,
     ) -> int:
         """See `VideoSession.watch`; `progress` is called in another thread."""
-        return await self._take_in("watch", video, times, fps, progress, timeout)
+        return await self._take_in("watch", video, times, fps, progress, timeout, reconnect)
 
     async def ingest(
         self,
@@ -118,10 +119,17 @@ class AsyncVideoSession:
         return await self._take_in("ingest", video, None, fps, progress, timeout)
 
     async def _take_in(
-        self, how: How, video: Any, times: Any, fps: float | None, progress: Progress | None, timeout: Any
+        self,
+        how: How,
+        video: Any,
+        times: Any,
+        fps: float | None,
+        progress: Progress | None,
+        timeout: float | None,
+        reconnect: bool = False,
     ) -> int:
         deadline = self.session.deadline(timeout)
-        work = threaded(lambda: self.session.take_in(how, video, times, fps, progress, deadline))
+        work = threaded(lambda: self.session.take_in(how, video, times, fps, progress, deadline, reconnect))
         return await ended_with(work, deadline)
 
     def ask(

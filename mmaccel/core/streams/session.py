@@ -78,6 +78,7 @@ class VideoSession(Intake):
         progress: Progress | None = None,
         *,
         timeout: float | None = None,
+        reconnect: bool = False,
     ) -> int:
         """Take in frames: [T, 3, H, W] uint8, a list of images, a `media.Video` or a path. Gives their number.
 
@@ -91,9 +92,11 @@ class VideoSession(Intake):
         `timeout`: seconds from the start of this call. When they are over, or `cancel` is called, the call ends after the
         current pass of frames, or at once while it waits for frames of a path. The session keeps the frames that the model
         has read, leaves out the others, and a warning gives the number kept. Of a live source the model reads what has come
-        once nothing came for half a second. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
+        once nothing came for half a second. `reconnect`: a source that stalls, breaks off or ends is opened again, each time
+        later, until the call is cancelled or its time is over; `events` has what befell it, and frames go on at the time at
+        which they come. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
-        return self.take_in("watch", video, times, fps, progress, self.deadline(timeout))
+        return self.take_in("watch", video, times, fps, progress, self.deadline(timeout), reconnect)
 
     def ingest(
         self,

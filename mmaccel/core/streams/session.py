@@ -125,6 +125,7 @@ class VideoSession(Intake):
         timeout: float | None = ...,
         evidence: bool = ...,
         chat: bool = ...,
+        between: tuple[float, float] | None = ...,
         **settings: Any,
     ) -> Answer: ...
 
@@ -138,6 +139,7 @@ class VideoSession(Intake):
         timeout: float | None = ...,
         evidence: bool = ...,
         chat: bool = ...,
+        between: tuple[float, float] | None = ...,
         **settings: Any,
     ) -> Reply: ...
 
@@ -150,6 +152,7 @@ class VideoSession(Intake):
         timeout: float | None = None,
         evidence: bool = True,
         chat: bool = False,
+        between: tuple[float, float] | None = None,
         **settings: Any,
     ) -> Answer | Reply:
         """Answer a question on what was watched so far; the stream is left as it was.
@@ -162,6 +165,7 @@ class VideoSession(Intake):
         timeout   seconds from the start of this call; the answer then ends with the tokens generated so far, perhaps none
         evidence  also find the frames that the answer rests on; False answers a long question sooner
         chat      read the turns in `history` before it, and keep question and answer there
+        between   seconds of the stream, such as (725.0, 730.0): it sees the frames alone that were shown from then to then
         settings  of `generate`: do_sample with temperature, top_k, top_p and a seed; repetition_penalty; stop_strings;
                   logits_processor or prefix_allowed_tokens_fn, as libraries make them for answers in JSON. Greedy without
 
@@ -170,7 +174,7 @@ class VideoSession(Intake):
         question that leaves no position for an answer. An answer that reaches the last position ends there, with a warning.
         """
         deadline = self.deadline(timeout)
-        work = self.answering(question, max_new_tokens, evidence, deadline, chat, **settings)
+        work = self.answering(question, max_new_tokens, evidence, deadline, chat, between, **settings)
         if not stream:
             return work(None)
         self._check(question)
@@ -183,12 +187,13 @@ class VideoSession(Intake):
         evidence: bool,
         deadline: Deadline,
         chat: bool = False,
+        between: tuple[float, float] | None = None,
         **settings: Any,
     ) -> Callable[[Callable[[str], None] | None], Answer]:
         """What answers a question when it is called, with what gets the pieces of text; see `ask`."""
         if not isinstance(most, int) or most < 1:
             raise ModelError(f"max_new_tokens: {most!r}; give at least 1.")
-        return partial(self._answer, question, most, evidence, deadline, chat, settings)
+        return partial(self._answer, question, most, evidence, deadline, chat, between, settings)
 
     def _check(self, question: str | Messages) -> StreamRunner:
         """The stream to ask; raises `ModelError` where nothing was watched, or the question is none."""
@@ -204,6 +209,7 @@ class VideoSession(Intake):
         evidence: bool,
         deadline: Deadline,
         chat: bool,
+        between: tuple[float, float] | None,
         settings: Mapping[str, Any],
         put: Callable[[str], None] | None,
     ) -> Answer:
@@ -212,7 +218,7 @@ class VideoSession(Intake):
             with self._working(*turns, deadline=deadline):
                 said = [*self.history, *as_turns(question)] if chat else question
                 live = self._check(said)
-                with asked(live, said, most, evidence, deadline, True, settings) as turn:
+                with asked(live, said, most, evidence, deadline, True, settings, between) as turn:
                     text, ids, reason = turn.decode(self.recipe.draft, most, put)
                     self._meter, report = turn.meter, self._told(turn.meter, turn.counted())
                     counters, draft = dict(report.kv), report.draft

@@ -19,6 +19,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.recipe import names as list_recipes
 from mmaccel.core.registry import KINDS, register, registry
 from mmaccel.core.report import Report
+from mmaccel.core.streams.live import AsyncVideoSession
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.models import load_processor
 from mmaccel.models.loading import check_recipe, load_model
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accelerated",
+    "AsyncVideoSession",
     "MmaccelError",
     "MmaccelWarning",
     "Recipe",

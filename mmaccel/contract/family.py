@@ -15,6 +15,7 @@ from mmaccel.core.adapter import unwrapped
 from mmaccel.core.attach import accelerate, family_of
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.session import VideoSession
 
 BLOCK, EXACT, CLOSE = 16, 1e-6, 2e-5
@@ -343,8 +344,8 @@ def _sessions(tried: _Tried) -> Iterator[Row]:
             assert live is not None
             tail, _ = adapter.tail(question)
             prompt = adapter.prompt(frames, 2.0, live.info.times, tail.tolist())  # type: ignore[attr-defined]
-            with live.asked(question, 8) as asked:
-                far = float((asked.logits - tried.logits(prompt)[:, -1]).abs().max())
+            with asked(live, question, 8) as turn:
+                far = float((turn.logits - tried.logits(prompt)[:, -1]).abs().max())
             whole = tried.tokens(prompt)[0, prompt["input_ids"].shape[1] :].tolist()
             end = next((n for n, token in enumerate(whole) if token in adapter.ends()), len(whole))
             same = list(session.ask(question, 8).ids) == whole[:end]

@@ -25,7 +25,8 @@ from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.streams.parts import Clip, Moment, Question, RunningStates
+from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, RunningStates
+from mmaccel.core.turns import Turns
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
@@ -37,8 +38,8 @@ FRAME = 196
 class StreamModel(ABC):
     """One model as a stream uses it: pixels to features, features through the layers.
 
-    Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
-    threads are done. A unit has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
+    Nothing stays on the model between two calls. Several streams may share a model, whose `turns` their passes take. A unit
+    has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
     """
 
     view: ModelView
@@ -46,6 +47,7 @@ class StreamModel(ABC):
     dtype: torch.dtype
     device: torch.device
     layer_devices: list[torch.device]
+    turns: Turns
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 
@@ -81,7 +83,7 @@ class StreamModel(ABC):
         return self.words(self.head())
 
     @abstractmethod
-    def question(self, text: str) -> Question:
+    def question(self, text: Any) -> Question:
         """The question `text`, asked after the video; of a model that reads one prompt the prompt's own, whatever `text`."""
 
     @abstractmethod
@@ -129,16 +131,19 @@ class StreamAdapter(StreamModel):
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
         """`video` (frames, a `Video`, an iterator of such, a path) as frames a session takes in; a path is read in pieces.
-
-        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`.
-        """
+        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`."""
 
     @abstractmethod
-    def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:
-        """Tokens [n] that follow the video and its marks when `question` is asked; ``words[0] .. words[1]`` of them are the
-        user's own. Raises `ModelError` for an empty question."""
+    def tail(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
+        """Tokens [n] that follow the video and its marks when `question`, a text or messages, is asked; ``words[0] ..
+        words[1]`` of them are the user's own last ones. Raises `ModelError` for an empty question."""
 
-    def question(self, text: str) -> Question:
+    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
+        """How at most `most` tokens after `ids` [1, S] are chosen by `settings` of `generate`; `drafts`: some are proposed.
+        Raises `ModelError` for what is no setting."""
+        raise ModelError(f"{next(iter(settings))}: this model answers greedily alone; leave it out.")
+
+    def question(self, text: Any) -> Question:
         ids, words = self.tail(text)
         return Question(ids, words, self.words(ids))
 

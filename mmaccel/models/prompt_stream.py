@@ -23,6 +23,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.prune import Probe
+from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.listening import Listening
 from mmaccel.core.streams.parts import Moment, Question
 from mmaccel.core.streams.question import QuestionRunner
@@ -274,8 +275,8 @@ class PromptRunner(Runner):
                 live.take(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
                 deadline.check()
                 state.idle()
-                asked = live.asked("", self._room, weigh=False, deadline=deadline)
-                self._question = self._open.enter_context(asked)
+                turn = asked(live, "", self._room, weigh=False, deadline=deadline)
+                self._question = self._open.enter_context(turn)
                 if isinstance(live.around, Listening) and (heard := live.around.heard()) is not None:
                     for probe in probes:
                         if isinstance(probe, Listener) and (probe.heard or probe.hidden):

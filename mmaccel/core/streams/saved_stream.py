@@ -13,7 +13,8 @@ import torch
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.memory.kv import FrameState, KVPolicy, StreamPolicy
+from mmaccel.core.memory.frames import FrameState
+from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.listening import Listening

@@ -71,7 +71,7 @@ class TokenMemory(StreamMemory):
     """
 
     FACTS: ClassVar[dict[str, type]] = {}
-    recalls_alike = False
+    recalls_alike, parts = False, True
 
     def __init__(
         self, policy: TokenPolicy, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
@@ -174,6 +174,12 @@ class TokenMemory(StreamMemory):
             old, fresh = self._held[layer], Held(new[0], new[1], column)
             self._held[layer] = fresh if old is None else old.and_then(fresh)
         self._count = self._first = total
+
+    def between(self, first: int, end: int) -> None:
+        for layer, held in enumerate(self._held):
+            if held is not None:
+                units = held.column // self.stream.unit
+                self._held[layer] = held.take(((units >= first) & (units < end)).nonzero()[:, 0])
 
     def _keep(self, layer: int, index: Tensor) -> None:
         """Of the tokens of a layer keep those at `index` [k], in order of time."""

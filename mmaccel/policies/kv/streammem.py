@@ -69,6 +69,10 @@ class ProxyMemory(TokenMemory):
 
     FACTS: ClassVar = {"chosen": int, "whole": int, "merged": float, "prototypes": float}
 
+    @property
+    def parts(self) -> bool:  # type: ignore[override]
+        return self.policy.similar is None  # what comes may take the place of units that wait
+
     # Units that have come, and the last of them [n, P, E], one like the other, with which the next may be merged.
     _come = 0
     _open: Tensor | None = None

@@ -1,0 +1,235 @@
+"""`AsyncVideoSession`: a `VideoSession` under asyncio, which takes in frames and answers questions at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Report
+from mmaccel.core.streams.intake import How, Progress
+from mmaccel.core.streams.session import Messages, VideoSession
+
+Done = TypeVar("Done")
+
+
+class AsyncReply(AsyncIterator[str]):
+    """An answer under way: ``async for piece in reply`` gives its text as it comes, ``await reply`` the whole `Answer`.
+
+    `answer` is None until it is whole. Cancelling the task that waits for it, or `aclose`, ends the answer with the token
+    under way.
+    """
+
+    def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
+        self.answer: Answer | None = None
+        self._deadline, loop = deadline, asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def put(piece: str) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+        self._task = threaded(lambda: work(put))
+        self._task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Future[Answer]) -> None:
+        self._pieces.put_nowait(None)
+        if not task.cancelled():
+            task.exception()  # nobody need ask for it
+
+    async def __anext__(self) -> str:
+        task = self._task
+        try:
+            piece = None if task.done() and self._pieces.empty() else await self._pieces.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if piece is not None:
+            return piece
+        self.answer = await task
+        raise StopAsyncIteration
+
+    def __await__(self) -> Generator[Any, None, Answer]:
+        return self._whole().__await__()
+
+    async def _whole(self) -> Answer:
+        self.answer = await ended_with(self._task, self._deadline)
+        return self.answer
+
+    async def aclose(self) -> None:
+        """End the answer, and wait until the model has left it."""
+        self._deadline.cancel()
+        with suppress(Exception):
+            await asyncio.shield(self._task)
+
+
+class AsyncVideoSession:
+    """`VideoSession` with calls that are awaited: ``await watch(frames)``, ``async for text in ask(question)``.
+
+    Arguments, results and errors are those of `VideoSession`; `session` is the one that this wraps, whose own calls may be
+    used beside. A question sees the stream as it was when it was asked, and frames are taken in while it is answered.
+    Cancelling a task ends its pass: `watch` keeps the frames that the model has read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        recipe: Recipe | str | Path | Mapping[str, Any] | None = "mosaic",
+        **choices: Any,
+    ) -> None:
+        self.session = VideoSession(model, processor, recipe, **choices)
+
+    @classmethod
+    async def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> AsyncVideoSession:
+        """See `VideoSession.resume`."""
+        live = cls.__new__(cls)
+        live.session = await threaded(lambda: VideoSession.resume(model, processor, path))
+        return live
+
+    async def watch(
+        self,
+        video: Any,
+        times: Sequence[float] | Tensor | None = None,
+        fps: float | None = None,
+        progress: Progress | None = None,
+        *,
+        timeout: float | None = None,
+        reconnect: bool = False,
+    ) -> int:
+        """See `VideoSession.watch`; `progress` is called in another thread."""
+        return await self._take_in("watch", video, times, fps, progress, timeout, reconnect)
+
+    async def ingest(
+        self,
+        video: Any,
+        fps: float | None = None,
+        progress: Progress | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> int:
+        """See `VideoSession.ingest`; `progress` is called in another thread."""
+        return await self._take_in("ingest", video, None, fps, progress, timeout)
+
+    async def _take_in(
+        self,
+        how: How,
+        video: Any,
+        times: Any,
+        fps: float | None,
+        progress: Progress | None,
+        timeout: float | None,
+        reconnect: bool = False,
+    ) -> int:
+        deadline = self.session.deadline(timeout)
+        work = threaded(lambda: self.session.take_in(how, video, times, fps, progress, deadline, reconnect))
+        return await ended_with(work, deadline)
+
+    def ask(
+        self,
+        question: str | Messages,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        *,
+        timeout: float | None = None,
+        evidence: bool = True,
+        **how: Any,
+    ) -> AsyncReply:
+        """An `AsyncReply`: iterate over it for the pieces of text as they come, or await it for the whole `Answer`.
+
+        The other arguments are those of `VideoSession.ask`; work begins at once.
+        """
+        deadline = self.session.deadline(timeout)
+        ask = self.session.answering(question, max_new_tokens, evidence, deadline, **how)
+        return AsyncReply(ask, deadline)
+
+    async def save(self, path: str | Path) -> None:
+        """See `VideoSession.save`."""
+        await threaded(lambda: self.session.save(path))
+
+    async def load(self, path: str | Path) -> None:
+        """See `VideoSession.load`."""
+        await threaded(lambda: self.session.load(path))
+
+    async def close(self) -> None:
+        """End all calls, and give back what the stream holds."""
+        self.session.cancel()
+        await threaded(self.session.close)
+
+    def cancel(self) -> None:
+        """See `VideoSession.cancel`."""
+        self.session.cancel()
+
+    def report(self) -> Report:
+        """See `VideoSession.report`."""
+        return self.session.report()
+
+    def counters(self) -> dict[str, float]:
+        """Figures of the memory."""
+        return self.session.counters()
+
+    def clusters(self) -> dict[str, Tensor]:
+        """See `VideoSession.clusters`."""
+        return self.session.clusters()
+
+    @property
+    def frames(self) -> int:
+        """Frames watched."""
+        return self.session.frames
+
+    @property
+    def seconds(self) -> float:
+        """When the last frame was shown, from the start of the stream."""
+        return self.session.seconds
+
+    @property
+    def shown(self) -> list[float]:
+        """See `VideoSession.shown`."""
+        return self.session.shown
+
+    async def __aenter__(self) -> AsyncVideoSession:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self.session)[1:]}"
+
+
+def threaded(work: Callable[[], Done]) -> asyncio.Future[Done]:
+    """What `work` returns or raises, in a thread of its own; it goes on when nobody waits any more."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Done] = loop.create_future()
+
+    def tell(set_it: Callable[[Any], None], what: Any) -> None:
+        if not future.done():
+            set_it(what)
+
+    def run() -> None:
+        try:
+            found: tuple[Any, Any] = future.set_result, work()
+        except BaseException as error:
+            found = future.set_exception, error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, *found)
+
+    threading.Thread(target=run, name="mmaccel-live", daemon=True).start()
+    return future
+
+
+async def ended_with(work: asyncio.Future[Done], deadline: Deadline) -> Done:
+    """What `work` gives; a task that is cancelled while it waits cancels `deadline` and waits for the end of the pass."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        deadline.cancel()
+        with suppress(Exception, Ended):
+            await work
+        raise

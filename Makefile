@@ -13,13 +13,15 @@ WORKERS ?= auto
 STEADY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
 # Options of `make bench`: BENCH='-k clustering --write "why it changed"'.
 BENCH ?=
+# Options of `make serve`.
+SERVE ?=
 # The worlds of `make demo`: so many, of seeds from this one on.
 WORLDS ?= 20
 SEED ?= 100
 SOURCE ?= $(notdir $(STOCK:/=))
 STOCK_OUT ?= runs/stock.jsonl
 
-.PHONY: install demo test test-numeric test-oldest test-stock check lint types house house-write train bench clean
+.PHONY: install serve demo test test-page test-numeric test-oldest test-stock check lint types house house-write train bench clean
 
 install: $(STAMP)
 
@@ -35,8 +37,12 @@ $(PY):
 $(STAMP): pyproject.toml lab/pyproject.toml $(CONSTRAINTS) | $(PY)
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --default-pip >/dev/null
 	$(PY) -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
-	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]' -e lab
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,serve]' -e lab
 	@touch $@
+
+# The server and its page at http://127.0.0.1:8000; SERVE='--model NAME --recipe mosaic'.
+serve: $(STAMP)
+	$(VENV)/bin/mmaccel serve $(SERVE)
 
 demo: $(STAMP)
 	$(VENV)/bin/mmaccel-lab demo --worlds $(WORLDS) --seed0 $(SEED)

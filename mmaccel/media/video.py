@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import struct
@@ -172,11 +173,13 @@ def stacked(frames: list[Tensor]) -> Tensor:
 
 
 def read_image(image: Any) -> Tensor:
-    """An image file, or a PIL image, as uint8 `[3, H, W]`, transparency laid on white.
+    """An image file by its path or its bytes, or a PIL image, as uint8 `[3, H, W]`, transparency laid on white.
 
     Raises `VideoError` for a file that is no image, is one of another format than `FORMATS`, or has over `PIXELS` pixels.
     """
-    if isinstance(image, (str, os.PathLike)):
+    if isinstance(image, bytes):
+        image = _open_image("the image", io.BytesIO(image))
+    elif isinstance(image, (str, os.PathLike)):
         image = _open_image(os.fspath(image))
     import numpy
     import PIL.Image
@@ -187,7 +190,7 @@ def read_image(image: Any) -> Tensor:
     return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
-def _open_image(path: str) -> Any:
+def _open_image(path: str, data: io.BytesIO | None = None) -> Any:
     # Pillow reads a photo's own orientation, and its JPEG decoder is the one that models were trained with.
     try:
         import PIL.Image
@@ -195,9 +198,9 @@ def _open_image(path: str) -> Any:
     except ImportError as error:
         raise VideoError(f"{path} is an image file, and these need Pillow: install pillow.") from error
     try:
-        if not is_file(path):
+        if data is None and not is_file(path):
             raise VideoError(f"{path} is not a file: name an image file.")
-        with PIL.Image.open(path) as image:
+        with PIL.Image.open(data or path) as image:
             if image.format not in FORMATS:
                 # Some are run by other programs, such as PostScript.
                 raise VideoError(
@@ -218,3 +221,13 @@ def _open_image(path: str) -> Any:
         # Pillow's plugins raise errors of many kinds for a damaged file.
         why = getattr(error, "strerror", None) or "no known format, or damaged"
         raise VideoError(f"{path} cannot be read as an image: {why}.") from error
+
+
+def write_jpeg(frame: Tensor, side: int) -> bytes:
+    """A uint8 frame `[3, H, W]` as JPEG, shrunk so that no side is longer than `side`."""
+    import PIL.Image
+
+    image = PIL.Image.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())
+    image.thumbnail((side, side))
+    image.save(file := io.BytesIO(), "JPEG", quality=80)
+    return file.getvalue()

@@ -18,8 +18,9 @@ import torch
 import mmaccel
 from mmaccel.core.recipe import Recipe
 from mmaccel.media.video import write_jpeg
+from mmaccel_lab.world import World, render
 from tests.media.films import write_film
-from tests.models.streams import film
+from tests.models.streams import CLUSTERS
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -33,7 +34,7 @@ from mmaccel.serve.settings import Settings  # noqa: E402
 
 QUESTION = "What colour was the star?"
 KEY, OTHER = "first-key-1234", "second-key-5678"
-SMALL = {"name": "mosaic", "frames": 8, "window": 16, "local": 4}
+SMALL = {"name": "mosaic", "frames": 8, "window": 16, "local": 4, "index": CLUSTERS}
 
 
 @functools.cache
@@ -112,7 +113,8 @@ def keyed(shipped: Callable[[str], str], tmp_path_factory: pytest.TempPathFactor
 @functools.cache
 def jpegs(frames: int = 40) -> tuple[str, ...]:
     """Frames of the world as base64 of JPEG."""
-    return tuple(base64.b64encode(write_jpeg(one, 4096)).decode() for one in film(frames))
+    film = render(World.generate(3, 40).table(), 42, 70)[:frames]
+    return tuple(base64.b64encode(write_jpeg(one, 4096)).decode() for one in film)
 
 
 def frames_url(frames: int = 40) -> str:

@@ -67,7 +67,8 @@ def test_an_answer_is_that_of_generate(served: Served, recipe: str, streamed: bo
 def test_evidence_names_frames_and_shows_them(served: Served) -> None:
     ours = {"recipe": "mosaic", "thumbnails": True}
     answer = served.chat([video(frames_url()), text()], mmaccel=ours).json()
-    assert answer["choices"][0]["message"]["content"].strip() == "pink"
+    content = [{"type": "video", "video": seen()}, {"type": "text", "text": QUESTION}]
+    assert answer["choices"][0]["message"]["content"] == plainly(content, served.engine.recipes["mosaic"])[0]
     found = answer["mmaccel"]["evidence"]
     assert found and all(0 <= one["frames"][0] <= one["frames"][1] < 40 for one in found)
     assert [one["seconds"] for one in found] == [one["frames"][0] for one in found]  # one frame a second

@@ -172,15 +172,15 @@ def stacked(frames: list[Tensor]) -> Tensor:
     return whole
 
 
-def read_image(image: Any) -> Tensor:
+def read_image(image: Any, pixels: int = PIXELS) -> Tensor:
     """An image file by its path or its bytes, or a PIL image, as uint8 `[3, H, W]`, transparency laid on white.
 
-    Raises `VideoError` for a file that is no image, is one of another format than `FORMATS`, or has over `PIXELS` pixels.
+    Raises `VideoError` for a file that is no image, is one of another format than `FORMATS`, or has over `pixels`.
     """
     if isinstance(image, bytes):
-        image = _open_image("the image", io.BytesIO(image))
+        image = _open_image("the image", pixels, io.BytesIO(image))
     elif isinstance(image, (str, os.PathLike)):
-        image = _open_image(os.fspath(image))
+        image = _open_image(os.fspath(image), pixels)
     import numpy
     import PIL.Image
 
@@ -190,7 +190,7 @@ def read_image(image: Any) -> Tensor:
     return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
-def _open_image(path: str, data: io.BytesIO | None = None) -> Any:
+def _open_image(path: str, pixels: int, data: io.BytesIO | None = None) -> Any:
     # Pillow reads a photo's own orientation, and its JPEG decoder is the one that models were trained with.
     try:
         import PIL.Image
@@ -207,9 +207,9 @@ def _open_image(path: str, data: io.BytesIO | None = None) -> Any:
                     f"{path} is an image in a format that mmaccel does not read: {image.format}."
                 )
             width, height = image.size
-            if width * height > PIXELS:
+            if width * height > pixels:
                 raise VideoError(
-                    f"{path} has {width} x {height} pixels, more than {PIXELS}: make it smaller."
+                    f"{path} has {width} x {height} pixels, more than {pixels}: make it smaller."
                 )
             image.load()
             return PIL.ImageOps.exif_transpose(image)

@@ -14,9 +14,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from mmaccel.core.errors import MmaccelError
 from mmaccel.serve.engine import Completion, Engine
-from mmaccel.serve.guard import caller
+from mmaccel.serve.guard import Client, caller
 from mmaccel.serve.messages import ChatRequest
-from mmaccel.serve.settings import Refused
 
 router = APIRouter(tags=["OpenAI"])
 Asks = Annotated[str, Depends(caller)]
@@ -49,41 +48,32 @@ async def completions(body: ChatRequest, request: Request, engine: TheEngine, as
         "model": body.model,
     }
     pieces: asyncio.Queue[str | None] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
+    loop, client = asyncio.get_running_loop(), Client(request)
 
     def put(piece: str) -> None:
         loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
     task = asyncio.create_task(engine.complete(body, asks, put))
-    task.add_done_callback(lambda _: loop.call_soon_threadsafe(pieces.put_nowait, None))
-    if body.stream:
+    task.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
         # Before the first event an error has its status.
-        first = await pieces_or_gone(pieces, request, task)
-        if first is None:
-            await task
-        events = _events(body, made, first, pieces, task)
-        return StreamingResponse(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
-    while await pieces_or_gone(pieces, request, task) is not None:
-        pass
-    return JSONResponse(_whole(made, await task))
+        first = await client.wait(pieces.get())
+        if not body.stream or first is None:
+            done = await client.wait(asyncio.shield(task))
+            if not body.stream:
+                return JSONResponse(_whole(made, done))
+    except BaseException:
+        task.cancel()
+        raise
 
+    async def each() -> AsyncIterator[str]:
+        piece = first
+        while piece is not None:
+            yield piece
+            piece = await client.wait(pieces.get())
 
-async def pieces_or_gone(
-    pieces: asyncio.Queue[str | None], request: Request, task: asyncio.Task[Any]
-) -> str | None:
-    """The next piece, None at the end; a client that has gone ends the `task`."""
-    while True:
-        try:
-            return await asyncio.wait_for(pieces.get(), 0.5)
-        except TimeoutError:
-            if await request.is_disconnected():
-                task.cancel()
-                raise Refused(499, "the client has gone.") from None
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
+    events = _events(body, made, each(), task)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 def _reason(done: Completion) -> str:
@@ -116,8 +106,7 @@ def _whole(made: dict[str, Any], done: Completion) -> dict[str, Any]:
 async def _events(
     body: ChatRequest,
     made: dict[str, Any],
-    first: str | None,
-    pieces: asyncio.Queue[str | None],
+    pieces: AsyncIterator[str],
     task: asyncio.Task[Completion],
 ) -> AsyncIterator[str]:
     usage = body.stream_options is not None and body.stream_options.include_usage
@@ -129,10 +118,8 @@ async def _events(
 
     try:
         yield event({"role": "assistant", "content": ""})
-        piece = first
-        while piece is not None:
+        async for piece in pieces:
             yield event({"content": piece})
-            piece = await pieces.get()
         done = await task
         yield event({}, _reason(done), mmaccel=_ours(done))
         if usage:

@@ -149,6 +149,8 @@ class Engine:
         parts = [part for message in request.messages for part in message.parts()]
         if sum(len(part.text) for part in parts if isinstance(part, Text)) > limits.text:
             raise Refused(413, f"messages: their text has more than {limits.text} characters; write less.")
+        if not any(not isinstance(part, Text) or part.text.strip() for part in parts):
+            raise ModelError("messages: they are empty; ask something.")
         if sum(not isinstance(part, Text) for part in parts) > limits.visuals:
             raise Refused(413, f"messages: there are more than {limits.visuals} videos and images.")
 

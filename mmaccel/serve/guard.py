@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import urllib.parse
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.datastructures import Headers
@@ -17,6 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Refused, Settings, is_loopback
 
+CHECK_S = 0.5
+"""Seconds between two looks at whether a client is still there."""
+Done = TypeVar("Done")
 OPEN = ("/", "/health", "/page/")
 """Paths that need no key; one that ends in a slash is open with all below it."""
 SECURITY = {
@@ -31,7 +34,14 @@ def problem(status: int, text: str, code: str | None = None, param: str | None =
     """An error in OpenAI's form."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": text, "type": kind, "param": param, "code": code}
-    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    # Of what is too much or too slow nothing more is read.
+    headers = (
+        {"Retry-After": "1"}
+        if status in (429, 503)
+        else {"Connection": "close"}
+        if status in (408, 413)
+        else None
+    )
     return JSONResponse({"error": error}, status, headers)
 
 
@@ -39,6 +49,27 @@ def bearer(headers: Mapping[str, str]) -> str | None:
     """The key that a request shows."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else None
+
+
+class Client:
+    """Who waits for an answer, and may go before it is there."""
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._checked = request, time.monotonic()
+
+    async def wait(self, work: Awaitable[Done]) -> Done:
+        """What `work` gives. When the client has gone, cancels it and raises `Refused`."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=CHECK_S)
+                if time.monotonic() - self._checked > CHECK_S:
+                    self._checked = time.monotonic()
+                    if await self._request.is_disconnected():
+                        raise Refused(499, "the client has gone.")
+            return task.result()
+        finally:
+            task.cancel()
 
 
 def caller(request: Request) -> str:

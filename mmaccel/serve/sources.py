@@ -224,18 +224,12 @@ _HEADERS = [("User-Agent", "mmaccel"), ("Accept", "*/*"), ("Accept-Encoding", "i
 
 def image(source: Fetched, limits: Limits) -> Tensor:
     """uint8 [3, H, W] of an image."""
-    return _sized(read_image(source.data[0]), limits)
-
-
-def _sized(picture: Tensor, limits: Limits) -> Tensor:
-    if picture.shape[1] * picture.shape[2] > limits.pixels:
-        raise Refused(413, f"a picture has more than {limits.pixels} pixels; make it smaller.")
-    return picture
+    return read_image(source.data[0], limits.pixels)
 
 
 def frames_of(data: Iterable[bytes], limits: Limits) -> Tensor:
     """uint8 [T, 3, H, W] of encoded frames, all of one size."""
-    pictures = [_sized(read_image(one), limits) for one in data]
+    pictures = [read_image(one, limits.pixels) for one in data]
     sizes = {tuple(one.shape) for one in pictures}
     if len(sizes) != 1:
         raise VideoError(f"frames: they have {len(sizes)} sizes; give one or more frames, all of one size.")

@@ -25,7 +25,7 @@ from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession
 from mmaccel.serve import sources
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import sentence
+from mmaccel.serve.guard import Client, sentence
 from mmaccel.serve.kept import Kept
 from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
 from mmaccel.serve.settings import Refused
@@ -277,16 +277,16 @@ async def picture(number: str, frame: int, streams: TheStreams, asks: Asks) -> R
 
 
 @router.post("/{number}/ask")
-async def ask(number: str, body: AskRequest, streams: TheStreams, asks: Asks) -> Any:
+async def ask(number: str, body: AskRequest, request: Request, streams: TheStreams, asks: Asks) -> Any:
     """Ask about what the stream has shown so far; with `stream` by server-sent events `delta`, then `answer`."""
-    stream = streams.get(number, asks)
+    stream, client = streams.get(number, asks), Client(request)
     if not body.stream:
         async with streams.asking(stream, body) as reply:
-            return streams.told(stream, body, await reply)
+            return streams.told(stream, body, await client.wait(reply))
     opened = streams.asking(stream, body)
     reply = await opened.__aenter__()
     try:
-        first: str | None = await anext(reply, None)
+        first: str | None = await client.wait(anext(reply, None))
     except BaseException as error:
         if not await opened.__aexit__(type(error), error, error.__traceback__):
             raise
@@ -296,7 +296,7 @@ async def ask(number: str, body: AskRequest, streams: TheStreams, asks: Asks) ->
             piece = first
             while piece is not None:
                 yield f"event: delta\ndata: {json.dumps({'text': piece})}\n\n"
-                piece = await anext(reply, None)
+                piece = await client.wait(anext(reply, None))
             assert reply.answer is not None
             yield f"event: answer\ndata: {json.dumps(streams.told(stream, body, reply.answer))}\n\n"
         except Exception as error:

@@ -63,7 +63,9 @@ def test_an_answer_comes_by_events(served: Served) -> None:
         one = f"{PATH}/{opened(client)}"
         client.post(f"{one}/frames", json={"frames": frames(24), "fps": 1.0})
         words = {"question": "Describe the video.", "max_tokens": 12, "stream": True}
-        events = [block.split("\n") for block in client.post(f"{one}/ask", json=words).text.split("\n\n")[:-1]]
+        events = [
+            block.split("\n") for block in client.post(f"{one}/ask", json=words).text.split("\n\n")[:-1]
+        ]
         kinds = [event[0] for event in events]
         assert kinds == ["event: delta"] * (len(kinds) - 1) + ["event: answer"]
         datas = [json.loads(event[1].removeprefix("data: ")) for event in events]
@@ -117,7 +119,7 @@ def test_a_stream_is_its_key_s_own(keyed: Served) -> None:
             assert other.request(method, path, json=body).status_code == 404
             assert nobody.request(method, path, json=body).status_code == 401
         assert mine.get(one).json()["frames"] == 4
-    with pytest.raises(Exception), connect(socket_url(keyed, number)) as socket:  # noqa: B017, PT011
+    with pytest.raises(Exception), connect(socket_url(keyed, number)) as socket:  # noqa: B017
         socket.send(json.dumps({"type": "key", "key": OTHER}))
         socket.recv(timeout=20)
     with connect(socket_url(keyed, number)) as socket:
@@ -148,7 +150,9 @@ def test_frames_and_answers_go_side_by_side_on_a_socket(served: Served) -> None:
                 socket.send(json.dumps({"type": "frame", "data": one, "time": float(at)}))
             while heard(socket, "event", "taken")["frames"] < 24:
                 pass
-            socket.send(json.dumps({"type": "ask", "id": "a", "question": "Describe the video.", "max_tokens": 24}))
+            socket.send(
+                json.dumps({"type": "ask", "id": "a", "question": "Describe the video.", "max_tokens": 24})
+            )
             pieces, taken = [json.loads(socket.recv(timeout=30))], 0
             assert pieces[0]["type"] == "delta"  # it speaks: now come frames
             for at, one in enumerate(frames(40)[24:], 24):
@@ -183,7 +187,14 @@ def test_a_wrong_message_is_told_and_ends_nothing(served: Served) -> None:
         number = opened(client)
         with connect(socket_url(served, number)) as socket:
             heard(socket, "event", "ready")
-            for wrong in ("", "{", "[]", '{"type": "fly"}', '{"type": "frame"}', '{"type": "ask", "question": "a"}'):
+            for wrong in (
+                "",
+                "{",
+                "[]",
+                '{"type": "fly"}',
+                '{"type": "frame"}',
+                '{"type": "ask", "question": "a"}',
+            ):
                 socket.send(wrong)
                 message = json.loads(socket.recv(timeout=20))
                 assert message["name"] == "error" and len(message["message"]) < 400
@@ -193,7 +204,9 @@ def test_a_wrong_message_is_told_and_ends_nothing(served: Served) -> None:
             assert heard(socket, "event", "taken")["frames"] == 1
 
 
-def test_frames_that_come_too_fast_are_left_out_and_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_that_come_too_fast_are_left_out_and_told(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go = threading.Event()
     watch = mmaccel.VideoSession.take_in
 
@@ -217,17 +230,17 @@ def test_frames_that_come_too_fast_are_left_out_and_told(served: Served, monkeyp
 
 def test_streams_are_few_and_close_when_nobody_uses_them() -> None:
     limits = Limits(sessions=3, own_sessions=2, idle_seconds=0.4)
-    with running(Settings(keys=(KEY, OTHER), limits=limits)) as served:
-        with served.client(KEY) as mine, served.client(OTHER) as other:
-            opened(mine), opened(mine)
-            assert mine.post(PATH, json={"recipe": "mosaic"}).status_code == 429
-            number = opened(other)
-            assert other.post(PATH, json={"recipe": "mosaic"}).status_code == 429
-            end = time.monotonic() + 10
-            while other.get(f"{PATH}/{number}").status_code == 200:
-                assert time.monotonic() < end
-                time.sleep(0.05)
-            opened(mine)
+    settings = Settings(keys=(KEY, OTHER), limits=limits)
+    with running(settings) as served, served.client(KEY) as mine, served.client(OTHER) as other:
+        opened(mine), opened(mine)
+        assert mine.post(PATH, json={"recipe": "mosaic"}).status_code == 429
+        number = opened(other)
+        assert other.post(PATH, json={"recipe": "mosaic"}).status_code == 429
+        end = time.monotonic() + 10
+        while other.get(f"{PATH}/{number}").status_code == 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        opened(mine)
 
 
 @pytest.mark.parametrize(

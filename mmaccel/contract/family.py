@@ -14,6 +14,8 @@ from mmaccel.core.adapter import unwrapped
 from mmaccel.core.attach import accelerate, family_of
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.layout import VIDEO
+from mmaccel.core.streams.asking import asked
+from mmaccel.core.streams.session import VideoSession
 
 BLOCK, EXACT, CLOSE = 16, 1e-6, 2e-5
 """Tokens of a block; and how far logits in float32 may be off: of a pattern that lists everything, and of all others."""
@@ -281,7 +283,7 @@ def _pruners(tried: _Tried) -> Iterator[Row]:
 def _seen(tried: _Tried) -> Iterator[Row]:
     """Queries and keys as the family gives them, turned, attend as the model's do: pruners and memories read them."""
     modules = tried.family.attentions(tried.model)
-    layer = modules[-1].layer_idx
+    layer = len(modules) - 1
     caught: dict[str, Any] = {}
 
     def catch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -289,7 +291,9 @@ def _seen(tried: _Tried) -> Iterator[Row]:
 
     attend = tried.model.config._attn_implementation
     tried.model.set_attn_implementation("eager")
-    handle = tried.family.layers(tried.model)[layer].register_forward_pre_hook(catch, with_kwargs=True)
+    handle = tried.family.layers(tried.model)[modules[-1].layer_idx].register_forward_pre_hook(
+        catch, with_kwargs=True
+    )
     try:
         with torch.no_grad():
             paid = tried.model(**tried.inputs, output_attentions=True).attentions[-1][0, :, -1]
@@ -309,6 +313,37 @@ def _seen(tried: _Tried) -> Iterator[Row]:
     yield "queries and keys", f"attention off by {far:.1e}, of a spread of {spread:.1e}", kept
 
 
+def _sessions(tried: _Tried) -> Iterator[Row]:
+    """A stream that sees all of its frames is the plain model's prompt of what the stream wrote."""
+    if why := tried.family.unable.get("streams"):
+        yield "session", f"lacking: {why}", True
+        return
+    pace, question = tried.family.pace(tried.model), "what moved?"
+    generator = torch.Generator().manual_seed(5)
+    frames = torch.randint(0, 256, (9 * pace, 3, 28, 28), dtype=torch.uint8, generator=generator)
+    processor = tried.sampler.processor(tried.model.config)
+    fields: dict[str, dict[str, Any]] = {
+        "window": {"window": 1 << 16},
+        "full": {},
+        "no_cache": {"kept": 1 << 10},
+    }
+    for name, more in fields.items():
+        with VideoSession(tried.model, processor, None, kv={"name": name, **more}) as session:
+            for part in frames.split(4 * pace - 1):
+                session.watch(part, fps=2.0)
+            adapter, live = session._stream_adapter, session._live
+            assert live is not None
+            tail, _ = adapter.tail(question)
+            prompt = adapter.prompt(frames, 2.0, live.info.times, tail.tolist())  # type: ignore[attr-defined]
+            with asked(live, question, 8) as turn:
+                far = float((turn.logits - tried.logits(prompt)[:, -1]).abs().max())
+            whole = tried.tokens(prompt)[0, prompt["input_ids"].shape[1] :].tolist()
+            end = next((n for n, token in enumerate(whole) if token in adapter.ends()), len(whole))
+            same = list(session.ask(question, 8).ids) == whole[:end]
+        told = f"logits off by {far:.1e}, at most {CLOSE:.0e}; tokens {'the same' if same else 'differ'}"
+        yield f"session {name} = whole", told, same and far <= CLOSE
+
+
 def _detached(tried: _Tried) -> Iterator[Row]:
     same = torch.equal(tried.logits(tried.inputs), tried.plain)
     yield "after detaching", "bit for bit the same" if same else "not the same", same
@@ -322,5 +357,6 @@ CHECKS: tuple[Callable[[_Tried], Iterator[Row]], ...] = (
     _generation,
     _pruners,
     _seen,
+    _sessions,
     _detached,
 )

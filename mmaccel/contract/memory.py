@@ -5,8 +5,11 @@ B batch, G key/value heads, n columns, D head size; P tokens a unit of a stream,
 
 from __future__ import annotations
 
+import copy
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +19,8 @@ from mmaccel.contract.prefill import check_counters, promise
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import PositionIds, TokenLayout
+from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import (
-    FrameState,
     KVPolicy,
     KVState,
     KVView,
@@ -221,6 +224,16 @@ def check_stream(policy: StreamPolicy) -> None:
         f"{who}: after restore there are {units} units; give back the {UNITS} of the checkpoint.",
     )
     trial.same(first, trial.ask(), "what came after a checkpoint leaves a trace; let restore take it back")
+    mark = state.checkpoint()
+    if (taken := state.snapshot(replace(stream, places=copy.copy(places)), lambda: None)) is not None:
+        beside = _Trial(who, taken, policy.needs).ask(lambda: trial.watch(20))
+        trial.same(
+            first,
+            beside,
+            "units that come change an answer that has begun; let snapshot copy what they change",
+        )
+        state.restore(mark)
+        trial.same(first, trial.ask(), "what a snapshot was asked leaves a trace; let it keep that to itself")
     check_counters(who, state.counters())
     state.close()
 
@@ -277,14 +290,16 @@ class _Trial:
             )
         self.state.idle()
 
-    def ask(self) -> list[KVView]:
-        """The views of a question, copied; a token of the answer follows it."""
+    def ask(self, meanwhile: Callable[[], None] = lambda: None) -> list[KVView]:
+        """The views of a question and, after `meanwhile`, of a token of its answer, copied."""
         state, before = self.state, self.state.length()
         with state.question_scope():
             rows = TokenLayout.text(1, 5)
             views = self.run(StreamPass(kind="question", rows=5, words=(1, 4), room=4, layout=rows))
             seen = [KVView(view.key.clone(), view.value.clone(), query=view.query) for view in views]
-            self.run(StreamPass(kind="answer", rows=1), name=1)
+            meanwhile()
+            views = self.run(StreamPass(kind="answer", rows=1), name=1)
+            seen += [KVView(view.key.clone(), view.value.clone(), query=view.query) for view in views]
             length = state.length()
             promise(
                 length == before + 6,

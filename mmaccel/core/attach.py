@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
+from mmaccel.core.streams.parts import Clip, Moment, Question, RunningStates
+from mmaccel.core.turns import Turns
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
@@ -33,34 +35,11 @@ FRAME = 196
 """Tokens of a frame of the prompts on which a pattern's planning is timed."""
 
 
-@dataclass(frozen=True, eq=False)
-class Clip:
-    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, where these are known; `part`: of a
-    source whose length is not known."""
-
-    frames: Tensor
-    times: list[float] | None
-    fps: float | None
-    part: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """Tokens [n] after the video and its marks, and their input embeddings [n, E]; ``words[0] .. words[1]`` of them are the
-    user's own, and none from `visual` on stands for an image or a video; `layout` [1, n] says which do, None: none does."""
-
-    ids: Tensor
-    words: tuple[int, int]
-    embeds: Tensor
-    visual: int = 0
-    layout: TokenLayout | None = None
-
-
 class StreamModel(ABC):
     """One model as a stream uses it: pixels to features, features through the layers.
 
-    Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
-    threads are done. A unit has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
+    Nothing stays on the model between two calls. Several streams may share a model, whose `turns` their passes take. A unit
+    has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
     """
 
     view: ModelView
@@ -68,6 +47,7 @@ class StreamModel(ABC):
     dtype: torch.dtype
     device: torch.device
     layer_devices: list[torch.device]
+    turns: Turns
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 
@@ -88,6 +68,11 @@ class StreamModel(ABC):
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
         """`frames` [T, 3, H, W] at (height, width)."""
         return frames
+
+    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+        """[n, P, E] units as they enter the layers: `features` [n, ., E] of each, and what is written beside it of the
+        moment it shows. Wider than E where layers add to them (`run`)."""
+        return features
 
     @abstractmethod
     def head(self) -> Tensor:
@@ -120,6 +105,7 @@ class StreamModel(ABC):
         branches: Branches | None = None,
         meter: Meter | None = None,
         ears: Mapping[int, Callable[[Tensor], None]] | None = None,
+        running: RunningStates | None = None,
     ) -> Tensor:
         """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory. Keys and
         queries reach it before rotation; with `hidden` it is told what enters each layer. `few`: the columns are of a
@@ -127,6 +113,10 @@ class StreamModel(ABC):
         called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `ears` hear by layer what
         enters it [1, n, E], and by their number what leaves the last.
         """
+
+    def running(self) -> RunningStates | None:
+        """Those of a stream that begins, where layers have such; `run` is given them as `running`."""
+        return None
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -141,9 +131,7 @@ class StreamAdapter(StreamModel):
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
         """`video` (frames, a `Video`, an iterator of such, a path) as frames a session takes in; a path is read in pieces.
-
-        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`.
-        """
+        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`."""
 
     @abstractmethod
     def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:

@@ -229,25 +229,27 @@ class PositionIds:
         self._odd: int | None = None
         self._own = torch.zeros(0, dtype=torch.long, device=head.device)
 
+    @classmethod
+    def evenly(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> PositionIds:
+        """Those of units that follow each other as text does: a further one adds `slope` to every coordinate."""
+        made = cls(head, unit, lambda n: torch.arange(n) * slope, text, slope, limit, None, *more)
+        made.moved = made.axes
+        return made
+
     def anew(self, tokens: int) -> PositionIds:
         """Those of units of `tokens` tokens, where everything is numbered 0, 1, 2, ... on every axis."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
-        text = first + tokens
-        made = PositionIds(
-            line[:, :first], line[:, first:], lambda n: torch.arange(n) * tokens, text, tokens, self.limit
-        )
-        made.moved = self.axes
-        return made
+        return self.evenly(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
 
     # Units at times of their own.
 
     def told(self, first: int, times: Sequence[float]) -> None:
         """Units from `first` on are shown at `times`, in seconds; forgets the times of later units."""
-        pace, slots = self._pace, self._slots
-        if pace is None or first > len(slots):
+        pace = self._pace
+        if pace is None or first > len(self._slots):
             return
-        del slots[first:]
+        self._slots = slots = self._slots[:first]  # a copy of these has what it had
         if not first and times:
             self._origin = times[0]
         for moment in times:
@@ -335,8 +337,7 @@ class PositionIds:
 
     def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows `units` units: first the `pending`
-        columns of units that are not among them, if any, from their beginning or not at all; then the text. `own`: units
-        are at their own times."""
+        columns of further units, all of them or none; then the text. `own`: units are at their own times."""
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.tail(units + more, start - pending, count)

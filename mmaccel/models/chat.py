@@ -1,4 +1,5 @@
-"""A chat as token ids: what `Processor.chat` is given, as messages; and chat templates, which turn messages into text.
+"""A chat as token ids: what `Processor.chat` is given, as messages; and chat templates, which turn messages into text. The
+videos that a session is given, as clips.
 
 Templates are code from a model's folder: they run with limits. Special tokens in users' texts can be kept out.
 """
@@ -6,23 +7,32 @@ Templates are code from a model's folder: they run with limits. Special tokens i
 from __future__ import annotations
 
 import functools
+import os
 import re
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any
 
 from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text
 from mmaccel.core.files import outside
+from mmaccel.core.streams.parts import Clip
+from mmaccel.models.taking import tell_of_world
 
 SECONDS = 5.0
 """Seconds that a template may run."""
 NUMBER = 1_000_000
 """Largest number in a template."""
+READ_FPS = 0.5
+"""Frames a second of a file whose rate is not asked for, as in the papers on streams."""
+READ_FRAMES = 64
+"""Frames of a file that are held at a time."""
+QUIET_S = 0.5
+"""Seconds without a frame after which the model reads what a live source has sent."""
 GROWTH, FRAME = 4, 1 << 16
 """A template may write this many times the characters it is given, plus this many."""
 
@@ -201,6 +211,39 @@ def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
         begin = next(n for n in range(len(framed)) if framed[n : n + len(bare)] == bare)
         ids = [*framed[:begin], *ids, *framed[begin + len(bare) :]]
     return ids
+
+
+def clips_of(
+    processor: Any, video: Any, fps: float | None, check: Callable[[], None] | None = None
+) -> Generator[Clip, None, None]:
+    """The clips of a path or of an iterator of `media.Video`, as they come, or the one clip of what is neither. `fps` is
+    the rate at which a path is read (0.5), and the rate of frames without times; `check` is called while frames are
+    awaited, and may raise."""
+    from mmaccel.media import Video, clips
+    from mmaccel.media.preprocess import as_frames
+
+    if isinstance(video, Iterator):
+        for one in video:
+            yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
+    elif isinstance(video, str | os.PathLike):
+        tell_of_world(processor, video)
+        rate = READ_FPS if fps is None else fps
+        read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
+        with closing(read):
+            for one in read:
+                yield Clip(one.frames, one.clock.tolist(), one.fps, part=True)
+    elif isinstance(video, Video):
+        yield Clip(video.frames, video.clock.tolist(), video.fps if fps is None else fps)
+    elif hasattr(video, "__len__") and not len(video):
+        raise ModelError("watch: the clip has no frames; give at least one.")
+    else:
+        yield Clip(as_frames(video, fps)[0], None, fps)
+
+
+def alike(one: list[int], other: list[int]) -> int:
+    """How many first entries are the same."""
+    odd = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(odd, min(len(one), len(other)))
 
 
 def _marked(special: re.Pattern[str], messages: list[Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:

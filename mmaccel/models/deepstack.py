@@ -26,6 +26,21 @@ def of_columns(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, A
     return {WHERE: where[:, columns], FEATURES: [one[inside[where]] for one in given[FEATURES]]}
 
 
+def parted(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
+    """Of rows [n, E * (1 + levels)] the embeddings [n, E], and the arguments by which each level is added to its layer."""
+    rows, *levels = embeds.split(wide, 1)
+    return rows, {WHERE: torch.ones(1, len(rows), dtype=torch.bool, device=rows.device), FEATURES: levels}
+
+
+def side_by_side(given: Mapping[str, Any]) -> Tensor:
+    """[B, S, E * (1 + levels)] what enters of a prompt, `given` as arguments: the reverse of `parted`."""
+    embeds, where = given[ENTERING[0]], given.get(WHERE)
+    levels = [] if where is None else [torch.zeros_like(embeds) for _ in given[FEATURES]]
+    for level, features in zip(levels, given.get(FEATURES, ()), strict=True):
+        level[where] = features.to(level)
+    return torch.cat([embeds, *levels], -1)
+
+
 def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """What enters of two prompts, one after the other; one of them may show nothing."""
     both, embeds = (one, other), ENTERING[0]

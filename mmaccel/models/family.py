@@ -60,6 +60,8 @@ class Family(ModelFamily):
     vision_rotate_function  the same of a tower that `windowed` gives
     tiny                    model type -> settings of the configuration of a tiny model (`tiny.py`)
     mixes                   whether a prompt may show images and videos both
+    stamped                 whether a prompt writes words beside each frame, such as its time: `beside`, as in `qwen3_vl`,
+                            gives those around a unit, what stands between units before all but the first
     """
 
     mrope: ClassVar[bool] = False
@@ -75,6 +77,8 @@ class Family(ModelFamily):
     vision_rotate_function: ClassVar[str] = "apply_rotary_pos_emb_vision"
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     mixes: ClassVar[bool] = True
+    stamped: ClassVar[bool] = False
+    parted: ClassVar[Any] = None  # where frames come as images: see `generic.py`
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
         from mmaccel.models.generate import DraftTimes, generate
@@ -101,9 +105,11 @@ class Family(ModelFamily):
         return load_model(path, dtype=first.dtype, device=first.device)
 
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
-        from mmaccel.models.stream import HFStreamAdapter
+        from mmaccel.models import stream, units
 
-        return HFStreamAdapter(unwrapped(model), self, processor)
+        return (units.WrittenStream if self.stamped else stream.HFStreamAdapter)(
+            unwrapped(model), self, processor
+        )
 
     def reader(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         from mmaccel.models.loading import load_reader
@@ -149,9 +155,8 @@ class Family(ModelFamily):
         return {**super().fingerprint(model), "rope": turning}
 
     def weights_digest(self, model: nn.Module) -> str | None:
-        if isinstance(model, ConfigOnlyModel) or shards.count(model) > 1:
-            return None
-        return shards.digest(self.attentions(model))
+        whole = not isinstance(model, ConfigOnlyModel) and shards.count(model) == 1
+        return shards.digest(self.attentions(model)) if whole else None
 
     def own_heads(self, model: nn.Module) -> range:
         return shards.own(model, len(super().own_heads(model)))
@@ -187,10 +192,8 @@ class Family(ModelFamily):
 
     def pointwise(self, model: nn.Module) -> list[nn.Module]:
         """Modules of the language model that act on each row alone: safe to run in chunks of rows."""
-        found: list[nn.Module] = [self.text(model).norm]  # type: ignore[list-item]
-        for layer in self.layers(model):
-            found += [one for name, one in layer.named_children() if name == "mlp" or "norm" in name]
-        return found
+        inside = (one for layer in self.layers(model) for one in layer.named_children())
+        return [self.text(model).norm, *(one for name, one in inside if name == "mlp" or "norm" in name)]  # type: ignore[list-item]
 
     def windowed(self, model: nn.Module) -> nn.Module | None:
         """The vision tower, where it attends within windows that it calls one by one."""
@@ -281,9 +284,8 @@ class Family(ModelFamily):
 
     def steps(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
         """[units] long: how far the first rotary coordinate of each unit of a video of so many is beyond that of unit 0."""
-        count = self.layout(model, {**inputs, "attention_mask": None}).frame
-        first = int((count == 0).sum())
-        return torch.arange(units, device=count.device) * first
+        frame = self.layout(model, {**inputs, "attention_mask": None}).frame
+        return torch.arange(units, device=frame.device) * int((frame == 0).sum())
 
     def pace_of(self, model: nn.Module, inputs: Inputs) -> Pace | None:
         """Of a family whose positions are seconds: how many a second has, and the seconds of a unit of `inputs`' video."""
@@ -301,8 +303,7 @@ class Family(ModelFamily):
         caught: list[dict[str, Any]] = []
         thread = threading.get_ident()
 
-        class Stop(Exception):
-            pass
+        class Stop(Exception): ...
 
         def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if threading.get_ident() == thread:
@@ -343,8 +344,7 @@ class Family(ModelFamily):
         raise self._lacks("how its visual inputs are cut")
 
     def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
-        block: Any = self.layers(model)[layer]
-        return normed(block.input_layernorm, hidden, self)
+        return normed(self.layers(model)[layer].input_layernorm, hidden, self)  # type: ignore[arg-type]
 
     def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
         return self._heads(model, layer, rows, "q")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, groupby, islice
 from typing import Any, ClassVar
@@ -17,18 +17,41 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import ConfigOnlyModel
+from mmaccel.core.adapter import ConfigOnlyModel, home_of
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.layout import IMAGE, TEXT, VIDEO
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import PIXELS, Grid, Inputs, is_given
+from mmaccel.models.prompt_layout import PIXELS, WIDE, Grid, Inputs, Words, in_seconds, is_given
 
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 NEAR = 24
 """Of a model without placeholders of video: images with at most so many tokens of text between are the frames of one."""
 
+
+_TOLD_OF = {IMAGE: ("image_sizes", "image_merge_sizes"), VIDEO: ("video_merge_sizes",)}
+"""What else tells of the images and of the videos of a prompt, one by one."""
+
+
+def _nothing(frame: int, time: float) -> tuple[Words, Words]:
+    return (), ()
+
+
+_BESIDE: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
+    "internvl": lambda frame, time: (
+        ["\n"] * (frame > 0) + [f"Frame{frame % 10**WIDE + 1:0{WIDE}d}: <img>"],
+        ["</img>"],
+    ),
+    "smolvlm": lambda frame, time: (
+        [
+            f"\nFrame from {int(time // 60 % 100):02d}:{int(time % 60):02d}:<fake_token_around_image><global-img>"
+        ],
+        ["<fake_token_around_image>"],
+    ),
+    "video_llama_3": lambda frame, time: (["," * (frame > 0) + f"Time {in_seconds(time)}s:"], ()),
+}
+"""What a processor writes beside a frame, of the number of the frame and its time in seconds."""
 
 _TOWER: dict[str, Any] = {
     "hidden_size": 32,
@@ -51,10 +74,7 @@ class Generic(Family):
         "smolvlm",
         "video_llama_3",
     )
-    unable: ClassVar[Mapping[str, str]] = {
-        "streams": "have frames that mmaccel does not know how to cut from their pixels"
-    }
-
+    stamped = True
     rotate_function = ""
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "internvl": {
@@ -122,6 +142,69 @@ class Generic(Family):
         if tiles > units:  # a base view, then two tiles with a newline a row
             return [token] * (16 + 36), {name: pixels[None], "image_sizes": torch.tensor([[28, 56]])}
         return [token] * (4 * units), {name: pixels[None]}
+
+    def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+        return _BESIDE.get(config.model_type, _nothing)(frame, seconds[0])
+
+    def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        multimodal: Any = self.multimodal(model)
+        pixels = _shown(inputs)[1]
+        if hasattr(multimodal, "get_video_features"):
+            given = {
+                one: x for one, x in inputs.items() if "video" in one and one != "video_compression_mask"
+            }
+            features = multimodal.get_video_features(**given, return_dict=True).pooler_output
+        else:
+            # The pixels of InternVL have no axis of videos, those of the others do.
+            pixels = pixels.flatten(0, -4) if model.config.model_type == "internvl" else pixels  # type: ignore[union-attr]
+            features = multimodal.get_image_features(pixels, return_dict=True).pooler_output
+        rows = torch.cat([one.flatten(0, -2) for one in features])
+        return rows.to(home_of(model), self.words(model).weight.dtype)
+
+    def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
+        pixels, grid = _shown(inputs)[1], inputs.get(GRIDS[VIDEO])
+        if grid is None:
+            return tuple(pixels.shape[-2:])  # type: ignore[return-value]
+        patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
+        return int(grid[0, 1]) * patch, int(grid[0, 2]) * patch
+
+    def by_frame(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Callable[[Tensor], dict[str, Any]]]:
+        (name, pixels), grid = _shown(inputs), inputs.get(GRIDS[VIDEO])
+        if grid is None:
+            shape = (1,) * (pixels.ndim == 5)
+            return pixels.flatten(0, -4), lambda frames: {name: frames.view(*shape, *frames.shape)}
+        steps, kept = int(grid[0, 0]), {one: inputs[one] for one in ("video_merge_sizes",) if one in inputs}
+
+        def made(frames: Tensor) -> dict[str, Any]:
+            whole = grid.new_tensor([[len(frames), *grid[0, 1:].tolist()]])
+            return {name: frames.reshape(-1, pixels.shape[1]), GRIDS[VIDEO]: whole, **kept}
+
+        return pixels.reshape(steps, 1, 1, -1), made
+
+    def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+        names = [PIXELS[kind], GRIDS[kind], *_TOLD_OF[kind]]
+        grid = inputs.get(GRIDS[kind])
+        sizes = {name: [1] * len(inputs[name]) for name in names if inputs.get(name) is not None}
+        return sizes if grid is None else {**sizes, PIXELS[kind]: grid.prod(1).tolist()}
+
+    def parted(
+        self, inputs: Inputs, layout: TokenLayout, columns: slice
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Where frames are images: the inputs of those at `columns`, and of all others."""
+        if PIXELS[VIDEO] in inputs or not is_given(inputs.get(PIXELS[IMAGE])):
+            return None
+        visual = layout.modality[0] != TEXT
+        names = [name for name in (PIXELS[IMAGE], "pixel_attention_mask") if inputs.get(name) is not None]
+        whole = inputs[PIXELS[IMAGE]].ndim == 5
+        tiles = len(inputs[PIXELS[IMAGE]][0] if whole else inputs[PIXELS[IMAGE]])
+        number = (visual.long().cumsum(0) - 1) // (int(visual.sum()) // tiles)
+        mine = torch.zeros(tiles, dtype=torch.bool, device=number.device)
+        mine[number[columns][visual[columns]]] = True
+
+        def some(rows: Tensor) -> dict[str, Any]:
+            return {name: inputs[name][:, rows] if whole else inputs[name][rows] for name in names}
+
+        return some(mine), some(~mine) if bool((~mine).any()) else {}
 
     def finished(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
         if config.model_type == "smolvlm" and PIXELS[IMAGE] in made:
@@ -196,7 +279,7 @@ class Other(Generic):
     model_types = ("*",)
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     unable: ClassVar[Mapping[str, str]] = {
-        **Generic.unable,
+        "streams": "have frames that mmaccel does not know how to cut from their pixels",
         "pruning": "have layers that mmaccel does not know how to read between",
     }
 
@@ -246,6 +329,12 @@ def _token(config: Any, kind: str) -> int | None:
     names = (f"{kind}_token_id", f"{kind}_token_index")
     found = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
     return None if found is None else int(found)
+
+
+def _shown(inputs: Inputs) -> tuple[str, Tensor]:
+    """The name and the pixels of the video of `inputs`, which may be images."""
+    name = PIXELS[VIDEO] if PIXELS[VIDEO] in inputs else PIXELS[IMAGE]
+    return name, inputs[name]
 
 
 def _runs(kinds: list[int], kind: int | None = None) -> list[tuple[int, int]]:

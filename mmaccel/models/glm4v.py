@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import Grid, Inputs, ProcessorStyle
+from mmaccel.models.prompt_layout import WIDE, Grid, Inputs, ProcessorStyle, Words, in_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, VID
 
@@ -53,9 +53,7 @@ class Glm4V(Qwen25VL):
     rms_norms = frozenset({"Glm4vRMSNorm", "Glm4vMoeRMSNorm"})
     gated_mlps = frozenset()
     rotate_function = ""
-    unable: ClassVar[Mapping[str, str]] = {
-        "streams": "have the time of each frame behind it, and a memory of streams has units of one length"
-    }
+    stamped = True
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "glm4v": {"text_config": _TEXT, "vision_config": _VISION, **_ASIDE},
         "glm46v": {
@@ -82,6 +80,12 @@ class Glm4V(Qwen25VL):
             frames = ([194, *[IMG] * len(tokens), 195, 8 + n % 2] for n in range(units))
             return [BEGIN, *chain.from_iterable(frames), END]
         return [194, *tokens, 195]
+
+    def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+        # GLM-4.6V has seconds as `in_seconds` writes them from 100 s on, the others whole ones, with fewer figures.
+        whole = config.model_type != "glm46v"
+        time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{in_seconds(seconds[0])} seconds"
+        return [config.image_start_token_id], [config.image_end_token_id, time]
 
     def kinds(self, config: Any, ids: Tensor) -> Tensor:
         opened = (ids == config.video_start_token_id).cumsum(1) > (ids == config.video_end_token_id).cumsum(1)

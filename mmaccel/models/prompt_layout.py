@@ -25,6 +25,9 @@ HEAD = 3
 """Most tokens of markup at the start of a message: its start token, the role, a line break."""
 
 
+WIDE = 5
+"""Characters of a time or a number."""
+
 LAYERS = "mmaccel_layers"
 """The attribute of a config under which it keeps layer -> its number among those of attention; without it all have some."""
 
@@ -52,6 +55,9 @@ class Grid:
 
 Inputs = Mapping[str, Any]
 """Keyword arguments that a user gives a model: ids, mask, pixels, grids."""
+
+Words = Sequence[str | int]
+"""Pieces of a prompt: text, and ids of tokens."""
 
 PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 """The argument in which the pixels of each kind of visual come."""
@@ -126,6 +132,14 @@ class ProcessorStyle:
     type_ids: bool = False
     seconds: bool = False
     budget: Budget = Budget()
+
+
+def in_seconds(time: float) -> str:
+    """A time in `WIDE` characters: with one decimal, as processors write it, from 100 to 999.9 s; with more before, and with
+    none after. Past 99 999 s it begins again."""
+    time %= 10**WIDE
+    text = f"{time:.{max(WIDE - 1 - len(str(int(time))), 0)}f}"
+    return (text + ".")[:WIDE]
 
 
 def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

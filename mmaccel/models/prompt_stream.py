@@ -1,7 +1,8 @@
 """A call's prompt on a memory of streams: its video goes in unit by unit, its last words are the question.
 
-The memory holds the longest video of a prompt. All else stays visible whole, as every prompt's text does on a stream: what
-stands before that video is the head, what follows it is run with the question. A prompt without video is head and question.
+The memory holds the longest video of a prompt; where words stand between its frames, such as times, the longest part of
+that in which these are of one length. All else stays visible whole, as every prompt's text does on a stream: what stands
+before it is the head, what follows it is run with the question. A prompt without video is head and question.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import Branches, Runner
-from mmaccel.core.attach import Question, StreamModel
+from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import Heard
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.prune import Probe
+from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.listening import Listening
+from mmaccel.core.streams.parts import Moment, Question
 from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.models import deepstack, units
 from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, positions_of
@@ -75,8 +79,9 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             kinds = inputs.get("mm_token_type_ids")
             if kinds is not None:
                 others["mm_token_type_ids"] = torch.cat([kinds[:, : self._head], kinds[:, self._tail :]], 1)
-            with self._busy():
-                self._rest = self.family.embed(self.model, {**others, "input_ids": rest[None]})[0]
+            with self.busy():
+                given = self.family.entering(self.model, {**others, "input_ids": rest[None]})
+                self._rest = deepstack.side_by_side(given)[0]
         else:
             self._rest = self.words(rest)
         tail = ids[0, self._tail :]
@@ -112,23 +117,40 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         mine = layout.segment[0] == self._video
         columns = mine.nonzero()[:, 0]
         begin, stop = int(columns[0]), int(columns[-1]) + 1
+        if self.family.stamped:
+            self._part, self._words, (start, end) = units.spaced(layout, mine)
+            if self._words:
+                return start, end, end
         return begin, begin + int((layout.frame[0][mine] >= 0).sum()), stop
 
     def _shares(self, layout: TokenLayout) -> tuple[dict[str, Any], dict[str, Any]]:
         """What of the inputs tells of the video that the memory holds, and what of other videos and of images."""
         given = self.inputs
+        if self.family.parted is not None:
+            parted = self.family.parted(given, layout, slice(self._head, self._tail))
+            if parted is not None:
+                return parted  # type: ignore[no-any-return]
         others = {name: given[name] for name in self.family.shares(given, IMAGE)}
         own: dict[str, Any] = {}
         if self._video is None:
             return own, others
         before = layout.segment[0][(layout.modality[0] == VIDEO) & (layout.segment[0] < self._video)]
         number = before.unique().numel()
+        rest: dict[str, list[Tensor]] = {}
         for name, sizes in self.family.shares(given, VIDEO).items():
             begin, whole = sum(sizes[:number]), torch.as_tensor(given[name])
             own[name] = whole[begin : begin + sizes[number]]
-            if len(sizes) > 1:
-                others[name] = torch.cat([whole[:begin], whole[begin + sizes[number] :]]).to(self.device)
-        return own, others
+            rest[name] = [whole[:begin], whole[begin + sizes[number] :]]
+        if self._words:
+            # Frames before and behind the part that the memory holds are two videos more.
+            rows, made = self.family.by_frame(self.model, own)
+            first, last = (end * self.frames_a_step for end in (self._part[0], self._part[-1] + 1))
+            own = made(rows[first:last])
+            for more in (made(some) for some in (rows[:first], rows[last:]) if len(some)):
+                for name in rest:
+                    rest[name].insert(-1, more[name])
+        several = {name: torch.cat(some).to(self.device) for name, some in rest.items()}
+        return own, others | {name: x for name, x in several.items() if len(x)}
 
     def paid(self, heard: Heard) -> Tensor:
         """[k, 1, S] what the question paid to the columns of the prompt: to those of units as `heard`, to others nothing."""
@@ -153,7 +175,16 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         if not len(frames):
             none = self._rest[:0]
             return none[:, None].expand(0, self._unit, -1), none
-        return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, self._unit)
+        unit = self._unit - self._words
+        return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, unit)
+
+    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+        if not self._words or not len(features):
+            return features
+        begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
+        ids = self.inputs["input_ids"][0]
+        around = [(ids[begin : begin + self._words].tolist(), list[int]()) for begin in begins]
+        return units.spoken(self.words, features, around)
 
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})
@@ -165,6 +196,11 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         if self._video is None:
             unit = rows[:, begin : begin + 1]
             return PositionIds(head, unit, torch.arange, text + 1, 1, limit, after=after)
+        unit = rows[:, begin : begin + self._unit]
+        if self._words:
+            slope = int(rows[0, begin + self._unit] - rows[0, begin])
+            made = PositionIds.evenly(head, unit, text - (count - 1) * slope, slope, limit, after)
+            return self._checked(made, rows[:, begin:end], count)
         one, first = self._alone(1)
         second, third = self._alone(2)[1], self._alone(3)[1]
         slope = second - first
@@ -172,10 +208,13 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         def steps(units: int) -> Tensor:
             return self.family.steps(self.model, one, units)
 
-        unit, pace = rows[:, begin : begin + self._unit], self.family.pace_of(self.model, one)
+        pace = self.family.pace_of(self.model, one)
         made = PositionIds(head, unit, steps, text - (count - 1) * slope, slope, limit, pace, after)
-        same = torch.equal(made.units(0, count).view(-1, end - begin), rows[:, begin:end])
-        if third - second != slope or not same:
+        return self._checked(made, rows[:, begin:end], count, third - second == slope)
+
+    def _checked(self, made: PositionIds, rows: Tensor, count: int, even: bool = True) -> PositionIds:
+        """The places `made` of `count` units, whose own positions [A, n] are `rows`."""
+        if not even or not torch.equal(made.units(0, count).view(rows.shape), rows):
             raise ModelError(
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
                 f"frame; set kv to 'full'."
@@ -236,8 +275,8 @@ class PromptRunner(Runner):
                 live.take(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
                 deadline.check()
                 state.idle()
-                asked = live.asked("", self._room, weigh=False, deadline=deadline)
-                self._question = self._open.enter_context(asked)
+                turn = asked(live, "", self._room, weigh=False, deadline=deadline)
+                self._question = self._open.enter_context(turn)
                 if isinstance(live.around, Listening) and (heard := live.around.heard()) is not None:
                     for probe in probes:
                         if isinstance(probe, Listener) and (probe.heard or probe.hidden):

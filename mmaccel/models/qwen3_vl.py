@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from mmaccel.core.adapter import home_of
 from mmaccel.core.registry import register
-from mmaccel.models.prompt_layout import Grid, Inputs, ProcessorStyle
+from mmaccel.models import deepstack
+from mmaccel.models.prompt_layout import Grid, Inputs, ProcessorStyle, Words, in_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import ASIDE, BEGIN, END, MROPE, TEXT
 
@@ -34,9 +37,7 @@ class Qwen3VL(Qwen25VL):
     facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
     vision_tower = None
-    unable: ClassVar[Mapping[str, str]] = {
-        "streams": "have the time of each frame before it, and a memory of streams has units of one length"
-    }
+    stamped = True
     decoder_layers = frozenset()
     rms_norms = frozenset({"Qwen3VLTextRMSNorm", "Qwen3VLMoeTextRMSNorm"})
     gated_mlps = frozenset({"Qwen3VLTextMLP", "Qwen3VLMoeTextMLP"})
@@ -56,6 +57,17 @@ class Qwen3VL(Qwen25VL):
     def spoken(self, config: Any, tokens: list[int], units: int) -> list[int]:
         frames = ([7, 8 + n % 2, BEGIN, *tokens, END] for n in range(units))
         return list(chain.from_iterable(frames))
+
+    def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+        time = in_seconds((seconds[0] + seconds[-1]) / 2)
+        return [f"<{time} seconds>", config.vision_start_token_id], [config.vision_end_token_id]
+
+    def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        multimodal: Any = self.multimodal(model)
+        out = multimodal.get_video_features(
+            inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
+        )
+        return torch.cat(deepstack.beside(out)).to(home_of(model), self.words(model).weight.dtype)
 
     def first_cut(self, model: nn.Module) -> int:
         # After each of the first layers the features of a layer of the tower are added to the visual tokens.

@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from mmaccel.core.errors import ModelError
+from mmaccel.core.streams.parts import RunningStates
 from mmaccel.models.install import Hooks, shared_hooks
+
+NAMES = "running conv", "running state"
+"""Of the two parts of a state, where it is saved."""
 
 REACH = 128
 """Rows that a sequence can be rolled back at least, once its prompt has been read."""
@@ -84,14 +88,30 @@ class Recurrent(LinearAttentionLayer):
         if mark.state is None:
             super().reset()
         else:
-            for held, kept in zip((self.conv_states, self.recurrent_states), mark.state, strict=True):
-                held[0].copy_(kept)  # type: ignore[union-attr]
+            self._put(mark.state)
         if rows.shape[1]:
             self._again = True
             try:
                 self.module(hidden_states=rows, cache_params=self.cache(), attention_mask=None)
             finally:
                 self._again = False
+
+    def mark(self) -> tuple[int, tuple[Tensor, Tensor] | None]:
+        """What `back` needs to come back to this moment, from anywhere."""
+        return self.length, self._copied()
+
+    def back(self, mark: tuple[int, tuple[Tensor, Tensor] | None]) -> None:
+        self.reset()
+        self.length, state = mark
+        if state is not None:
+            if not self.is_conv_states_initialized[0]:
+                self.lazy_initialization(conv_states=state[0], recurrent_states=state[1])
+            self._put(state)
+            self.has_previous_state[0] = True
+
+    def _put(self, state: tuple[Tensor, Tensor]) -> None:
+        for held, kept in zip((self.conv_states, self.recurrent_states), state, strict=True):
+            held[0].copy_(kept)  # type: ignore[union-attr]
 
     def reset(self) -> None:
         super().reset()
@@ -134,3 +154,48 @@ def dynamic(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
     heard.enter_context(shared_hooks(model, "noted", lambda hooks: note_in(hooks, states.values())))
     finalize(cache, heard.close).atexit = False
     return cache
+
+
+class StreamStates(RunningStates):
+    """Those of one stream on the model of `passes`, by the number of the layer."""
+
+    def __init__(self, passes: Any, modules: Mapping[int, nn.Module]) -> None:
+        self.states = {number: Recurrent(module) for number, module in modules.items()}
+        self._passes = passes
+        self.cache: Any = None  # of the last pass: rows that are run once more go through it
+
+    def mark(self) -> Any:
+        return {number: state.mark() for number, state in self.states.items()}
+
+    def back(self, mark: Any) -> None:
+        for number, state in self.states.items():
+            state.back(mark[number])
+
+    def crop(self, count: int) -> None:
+        with self._passes.busy():
+            for state in self.states.values():
+                state.crop(count)
+
+    def tensors(self) -> dict[str, Tensor]:
+        held = ((number, *state.mark()) for number, state in self.states.items())
+        both = ((number, state) for number, _, state in held if state is not None)
+        return {f"{name} {number}": x for number, state in both for name, x in zip(NAMES, state, strict=True)}
+
+    def put(self, read: Callable[..., dict[str, Tensor]]) -> None:
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for number, state in self.states.items():
+            one = state.module
+            shapes = (
+                (1, one.conv_dim, one.conv_kernel_size),
+                (1, one.num_v_heads, one.head_k_dim, one.head_v_dim),
+            )
+            types = one.conv1d.weight.dtype, torch.float32
+            wanted |= {
+                f"{name} {number}": pair
+                for name, pair in zip(NAMES, zip(shapes, types, strict=True), strict=True)
+            }
+        found = read(wanted)
+        for number, state in self.states.items():
+            home = state.module.conv1d.weight.device
+            conv, recurrent = (found[f"{name} {number}"].to(home) for name in NAMES)
+            state.back((0, (conv, recurrent)))

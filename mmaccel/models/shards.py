@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.errors import ModelError
+
 SAMPLED = 1024
 """Elements that the digest reads of each projection, evenly spaced."""
 
@@ -46,3 +48,26 @@ def own(model: nn.Module, heads: int) -> range:
 def count(model: nn.Module) -> int:
     """How many processes share each layer of a model (tensor parallelism)."""
     return getattr(model, "tp_size", None) or 1
+
+
+def signature(model: nn.Module) -> str:
+    """A short mark of all weights."""
+    marks = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = _weight(model, name, tensor).detach().flatten()
+        some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
+        marks.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
+    return marks.hexdigest()[:32]
+
+
+def _weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """The weight `name` of a state, `tensor`, or what an offload keeps of it elsewhere."""
+    if not tensor.is_meta:
+        return tensor
+    owner, _, own = name.rpartition(".")
+    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
+    for one in (hook, *getattr(hook, "hooks", ())):
+        if getattr(one, "weights_map", None) is not None:
+            found: Tensor = one.weights_map[own]
+            return found
+    raise ModelError(f"the weight {name} is not on any device; load the model with its weights.")

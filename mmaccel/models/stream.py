@@ -9,18 +9,16 @@ meanwhile, where there is one, for whoever else calls them too. Nothing stays on
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import Branches, ModelView, home_of
-from mmaccel.core.attach import Clip, StreamAdapter, adapter_for
+from mmaccel.core.attach import StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import StreamState
@@ -29,24 +27,16 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.models import step
+from mmaccel.core.streams.parts import Clip
+from mmaccel.models import deepstack, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
+from mmaccel.models.chat import alike, clips_of
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.modules import in_chunks, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import left_of, thinned
 from mmaccel.models.signals import VisionProbe
 from mmaccel.models.stock import wrapped
-from mmaccel.models.taking import tell_of_world
-
-READ_FPS = 0.5
-"""Frames a second of a file whose rate is not asked for, as in the papers on streams."""
-
-READ_FRAMES = 64
-"""Frames of a file that are held at a time."""
-
-QUIET_S = 0.5
-"""Seconds without a frame after which the model reads what a live source has sent."""
 
 
 class StreamPasses:
@@ -56,19 +46,22 @@ class StreamPasses:
     """
 
     left_out: int | None = None
+    _words = 0
+    """Tokens of a unit that are words (`units.py`)."""
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
         self.model, self.family, self._attachment = model, family, attachment
         self.view = ModelView(model, family, adapter_for)
         self.frames_a_step = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
-        self.layer_devices = [home_of(layer) for layer in family.layers(model)]
+        self.layer_devices = [home_of(one) for one in family.attentions(model)]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         self.attention = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
         if not recipe.sparse.dense:
             self.attention = attachment.owner.attention
         self.text: Any = family.text(model)
-        self._gate = gate_of(self.text)
+        self._gate = gate = gate_of(self.text)
+        self.turns = gate.turns
 
     @functools.cached_property
     def _few(self) -> step.StreamSteps:
@@ -78,7 +71,7 @@ class StreamPasses:
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
         """Of a video's `inputs`, `units` steps of `unit` tokens: features [n, P, E] of the units of a stream, which are
         these or what the recipe's pruner leaves of each group of them, and [m, E] of the marks behind them."""
-        with self._busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
+        with self.busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
             listens = self.thins is not None and self.thins.needs & {"vision_attention", "vision_key"}
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             rows = self.family.frames(self.model, inputs)
@@ -86,6 +79,10 @@ class StreamPasses:
             return thinned(self.thins, self.view.geometry.layers, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
+
+    def running(self) -> Any:
+        states = self.family.states(self.model)
+        return recurrent.StreamStates(self, states) if states else None
 
     @property
     def pace(self) -> int:  # type: ignore[override]
@@ -102,9 +99,10 @@ class StreamPasses:
         """The places of what the recipe's pruner leaves of units at `made`."""
         if self.thins is None:
             return made
-        left = left_of(self.thins, made.tokens)
-        self.left_out = made.tokens * self.thins.group - left
-        return made.anew(left)
+        tokens = made.tokens - self._words
+        left = left_of(self.thins, tokens)
+        self.left_out = tokens * self.thins.group - left
+        return made.anew(left + self._words)
 
     def words(self, ids: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -124,6 +122,7 @@ class StreamPasses:
         branches: Branches | None = None,
         meter: Meter | None = None,
         ears: Mapping[int, Callable[[Tensor], None]] | None = None,
+        running: Any = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
         # The last rows of a question are a prompt's last; no row of a unit is.
@@ -133,37 +132,42 @@ class StreamPasses:
         )
         # Captured steps have chains alone.
         captured = few and branches is None and not ears and embeds.device.type in step.DEVICES
-        steps = self._few if captured else None
+        steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         if steps is not None and steps.serves(embeds):
-            with self._busy():
+            with self.busy():
                 return steps.run(run, embeds, hidden)
-        cache = KVCache(state, depth)
+        more: dict[str, Any] = {}
+        if embeds.shape[1] > (wide := self.view.geometry.hidden):
+            embeds, more = deepstack.parted(embeds, wide)
+        cache = KVCache(state, depth, None if running is None else running.states)
+        if running is not None:
+            running.cache = cache
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:
             places = places.expand(3, 1, -1)
         # What is attached wraps the forward of the text model, which prompts of other memories go through.
         forward = self.text if self._attachment is None else self._attachment.forward
-        with self._busy(), self._hooked(state, hidden, ears or {}), cache.at_work():
+        with self.busy(), self._hooked(state, hidden, ears or {}), cache.at_work():
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=places,
-                attention_mask=embeds.new_empty(
-                    1, 1, 1, 1
-                ),  # of four axes: transformers makes none of its own
+                # Of four axes: transformers makes none of its own.
+                attention_mask=embeds.new_ones(1, 1, 1, 1),
                 past_key_values=cache,
                 use_cache=True,
                 **{PASS: run},
+                **more,
             )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @contextmanager
-    def _busy(self) -> Iterator[None]:
+    def busy(self) -> Iterator[None]:
         with self._gate.call():
             if self._gate.attached is not self._attachment:
                 raise ModelError(
                     "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
                 )
-            with self._gate.turns, torch.inference_mode(False), torch.no_grad():
+            with self.turns.holding(), torch.inference_mode(False), torch.no_grad():
                 yield
 
     @contextmanager
@@ -200,15 +204,25 @@ class StreamPasses:
             if threading.get_ident() == thread:
                 ear(out if isinstance(out, Tensor) else out[0])
 
-        layers: list[Any] = list(self.family.layers(self.model))
-        inside, shared = self.family.attentions(self.model), self.text.config
+        states, inside, shared = (
+            self.family.states(self.model),
+            self.family.attentions(self.model),
+            self.text.config,
+        )
+        layers: list[Any] = [
+            layer for n, layer in enumerate(self.family.layers(self.model)) if n not in states
+        ]
         with Hooks() as hooks:
             hooks.after(self.family.rotary(self.model), unturned)
             if self._attachment is None:  # else all of this is there
                 # Where a module's own code can be told so, it does not even multiply by one.
                 rotate_by(hooks, inside, self.family.rotate_function, left)
                 in_chunks(hooks, self.family.pointwise(self.model), self.family)
-                hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared})
+                hooks.attention(
+                    inside, shared, ATTENTION, **{PLAIN: shared}, **self.family.numbered(self.model)
+                )
+                for module in states.values():
+                    hooks.before(module, recurrent.noted)
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))
             for number, ear in ears.items():
@@ -242,28 +256,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     def clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
-        """The clips of a path or of an iterator of `media.Video`, as they come, or the one clip of what is neither. `fps` is
-        the rate at which a path is read (0.5), and the rate of frames without times; `check` is called while frames are
-        awaited, and may raise."""
-        from mmaccel.media import Video, clips
-        from mmaccel.media.preprocess import as_frames
-
-        if isinstance(video, Iterator):
-            for one in video:
-                yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
-        elif isinstance(video, str | os.PathLike):
-            tell_of_world(self.processor, video)
-            rate = READ_FPS if fps is None else fps
-            read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
-            with closing(read):
-                for one in read:
-                    yield Clip(one.frames, one.clock.tolist(), one.fps, part=True)
-        elif isinstance(video, Video):
-            yield Clip(video.frames, video.clock.tolist(), video.fps if fps is None else fps)
-        elif hasattr(video, "__len__") and not len(video):
-            raise ModelError("watch: the clip has no frames; give at least one.")
-        else:
-            yield Clip(as_frames(video, fps)[0], None, fps)
+        return clips_of(self.processor, video, fps, check)
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
         height, width = frames.shape[-2:]
@@ -275,8 +268,8 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         if self.device.type == "cuda" and not frames.is_cuda:
             # Otherwise the host would wait for all that the device has yet to do.
             frames = frames.pin_memory().to(self.device, non_blocking=True)
-        inputs = self.processor.pixels(frames, device=self.device, dtype=self.dtype)
         seen, unit = self._unit(size)
+        inputs = self._pixels(frames, seen)
         if self.family.frame_size(self.model, inputs) != seen:
             raise ModelError(
                 f"frames of {frames.shape[3]}x{frames.shape[2]} come to the model in a size that depends on their number; "
@@ -284,11 +277,14 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
             )
         return self.encoded(inputs, frames.shape[0] // self.frames_a_step, unit)
 
+    def _pixels(self, frames: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
+        return self.processor.pixels(frames, device=self.device, dtype=self.dtype)
+
     def _unit(self, size: tuple[int, int]) -> tuple[tuple[int, int], int]:
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
         if size not in self._units:
             inputs, _, unit, _ = self._positions(size, None, 1)
-            self._units[size] = self.family.frame_size(self.model, inputs), unit.shape[1]
+            self._units[size] = self.family.frame_size(self.model, inputs), unit.shape[1] - self._words
         return self._units[size]
 
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -305,8 +301,8 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         check_question(question)
         plain = self._template[1]
         ids = self._chat(question)[1]
-        begin = _alike(ids, plain)
-        end = _alike(ids[begin:][::-1], plain[begin:][::-1])
+        begin = alike(ids, plain)
+        end = alike(ids[begin:][::-1], plain[begin:][::-1])
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
     @functools.cached_property
@@ -343,7 +339,10 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         def steps(units: int) -> Tensor:
             return self.family.steps(self.model, inputs, units)
 
-        made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
+        if self._words:
+            made = PositionIds.evenly(head, unit, text, slope, limit)
+        else:
+            made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
         same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)
         if third - second != slope or not same:
             raise ModelError(
@@ -356,45 +355,31 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         self, size: tuple[int, int], fps: float | None, units: int
     ) -> tuple[dict[str, Any], Tensor, Tensor, int]:
         """A prompt with so many units, the positions of its head [A, h] and units [A, units * P], and its text's first."""
-        frames = torch.zeros(units * self.frames_a_step, 3, *size, dtype=torch.uint8)
-        inputs = self.processor(
-            self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
-        )
-        head, tail = self._template
-        ids = torch.cat([head[None], inputs["input_ids"], torch.tensor([tail], device=self.device)], 1)
-        inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-        inputs["input_ids"] = ids
-        if "mm_token_type_ids" in inputs:
-            inputs["mm_token_type_ids"] = (ids == self.processor.video_token_id).int() * 2
+        count, (head, tail) = units * self.frames_a_step, self._template
+        inputs = self.prompt(torch.zeros(count, 3, *size, dtype=torch.uint8), fps, [0.0] * count, tail)
         positions = self.family.positions(self.model, inputs)
         rows = positions[:, 0] if positions.ndim == 3 else positions
         begin, inside = head.numel(), int((self.family.layout(self.model, inputs).frame[0] >= 0).sum())
-        end = begin + inside
+        end = begin + inside + units * self._words
         return inputs, rows[:, :begin], rows[:, begin:end], int(rows[0, end])
 
+    def prompt(
+        self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
+    ) -> dict[str, Any]:
+        """Inputs of the prompt that a stream of `frames`, shown at `times`, stands for, with the ids `tail` behind it."""
+        inputs = self.processor(
+            self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
+        )
+        inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        shown, end = self._shown(inputs, times), torch.tensor(tail, device=self.device)
+        inputs["input_ids"] = ids = torch.cat([self.head()[None], shown, end[None]], 1)
+        if "mm_token_type_ids" in inputs:
+            inputs["mm_token_type_ids"] = self.family.kinds(self.model.config, ids).int()
+        return inputs
+
+    def _shown(self, inputs: Mapping[str, Any], times: Sequence[float]) -> Tensor:
+        """[1, n] ids of the video of `inputs`, which show nothing else."""
+        return inputs["input_ids"]  # type: ignore[no-any-return]
+
     def signature(self) -> str:
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
-            flat = _weight(self.model, name, tensor).detach().flatten()
-            some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
-            digest.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
-        return digest.hexdigest()[:32]
-
-
-def _alike(one: list[int], other: list[int]) -> int:
-    """How many first entries are the same."""
-    odd = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(odd, min(len(one), len(other)))
-
-
-def _weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """The weight `name` of a state, `tensor`, or what an offload keeps of it elsewhere."""
-    if not tensor.is_meta:
-        return tensor
-    owner, _, own = name.rpartition(".")
-    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
-    for one in (hook, *getattr(hook, "hooks", ())):
-        if getattr(one, "weights_map", None) is not None:
-            found: Tensor = one.weights_map[own]
-            return found
-    raise ModelError(f"the weight {name} is not on any device; load the model with its weights.")
+        return shards.signature(self.model)

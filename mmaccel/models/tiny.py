@@ -105,6 +105,12 @@ class Sampler:
             made["mm_token_type_ids"] = family.kinds(config, made["input_ids"]).int()
         return family.finished(config, {**made, **{name: torch.cat(some) for name, some in found.items()}})  # type: ignore[no-any-return]
 
+    def processor(self, config: Any) -> Any:
+        """A processor of letters for a model of `config`, as sessions take one."""
+        from mmaccel.models.letters import Letters
+
+        return Letters(self.family, config, WORDS)
+
     @staticmethod
     def batch(prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Prompts of unequal length as one left-padded batch."""

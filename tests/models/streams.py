@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.registry import registry
+from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.models.processor import Processor
 from mmaccel_lab.tiny.configs import SPECS, build_model
 from mmaccel_lab.tiny.tokenizer import build_tokenizer
@@ -116,5 +117,5 @@ def logits(session: mmaccel.VideoSession, question: str = QUESTION) -> Tensor:
     """[V] a session's logits for the first token of its answer."""
     live = session._live
     assert live is not None
-    with live.asked(question, 4) as asked:
+    with asked_of(live, question, 4) as asked:
         return asked.logits[0].clone()

@@ -17,6 +17,7 @@ from mmaccel.core.decoding.watching import Heard
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.prefill.prune import Signals, Stage
 from mmaccel.core.registry import policy
+from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.listening import Listening
 from mmaccel.models.signals import Listener
@@ -75,7 +76,7 @@ def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> Heard:
         session.watch(film(18), fps=FPS)
         around = session._live.around
         assert isinstance(around, Listening)
-        with session._live.asked(QUESTION, 4):
+        with asked_of(session._live, QUESTION, 4):
             heard = around.heard()
         assert heard is not None and around.heard() is None
         return heard
@@ -135,7 +136,7 @@ def test_states_go_back_with_a_clip_and_are_saved(kv: str, tmp_path: Path) -> No
 
     def scores(session: mmaccel.VideoSession) -> torch.Tensor:
         assert session._live is not None and isinstance(session._live.around, Listening)
-        with session._live.asked(QUESTION, 4):
+        with asked_of(session._live, QUESTION, 4):
             heard = session._live.around.heard()
         assert heard is not None
         return heard.paid

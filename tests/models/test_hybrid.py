@@ -171,7 +171,6 @@ def test_what_it_lacks_is_refused_before_anything_changes(model: Any) -> None:
     before = dict(model.__dict__)
     for recipe, said in (
         ({"prune": "fastv"}, "running state, which has seen all tokens"),
-        ({"kv": "mosaic"}, "units of one length"),
         (
             {"draft": Sequential(model=copy.deepcopy(model), prune="uv")},
             "running state, which has seen all tokens",

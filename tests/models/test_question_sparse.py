@@ -10,6 +10,7 @@ import torch
 import mmaccel
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill import attention
+from mmaccel.core.streams.asking import asked as asked_of
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.models.test_ingest import EQUAL
 from tests.models.test_ingest_sparse import ALL, FEW
@@ -127,7 +128,7 @@ def test_a_view_s_layout_names_head_summaries_units_and_the_question(
     with watched("random-qwen", "mosaic", 21, sparse=ALL, **HOW) as session:
         live = session._live
         assert live is not None
-        with live.asked(LONG, 2) as asked:
+        with asked_of(live, LONG, 2) as asked:
             state: Any = asked.state
             few = [state.summaries(layer) for layer in range(2)]
             shown = [len(state.seen(layer)) for layer in range(2)]

@@ -11,6 +11,7 @@ import transformers
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.models import step
 from mmaccel.models.processor import Processor
 from mmaccel.models.runner import HFRunner
@@ -63,7 +64,7 @@ def test_a_session_says_what_the_plain_model_says(
     with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
         session.ingest(film(12), fps=FPS) if kv in ("full", "offload") else session.watch(film(12), fps=FPS)
         assert session._live is not None
-        with session._live.asked(QUESTION, 4) as asked:
+        with asked_of(session._live, QUESTION, 4) as asked:
             said = asked.logits[0].clone()
     assert (said - plain).abs().max() <= 1e-4
 

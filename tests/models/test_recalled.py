@@ -19,6 +19,7 @@ from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.prune import TokenPruner, candidates, observers, question
 from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.recipe import Recipe, stream_policy
+from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.policies.draft import Sequential, Tree
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.streams import FPS, QUESTION, every_stream, film, pair
@@ -98,7 +99,7 @@ def answer(
     with session(name, recipe, how) as one:
         live = one._live
         assert live is not None
-        with live.asked(QUESTION, TOKENS) as asked:
+        with asked_of(live, QUESTION, TOKENS) as asked:
             first = asked.logits[0].clone()
         return list(one.ask(QUESTION, TOKENS).ids), first, one.counters()
 
@@ -252,10 +253,10 @@ def test_a_branch_that_is_not_taken_leaves_no_trace_in_what_a_layer_holds() -> N
     with session("random-ov", {"kv": "full", "prune": EACH["fastv"]}) as one:
         live = one._live
         assert live is not None
-        want = [live.asked(QUESTION, 9)]
+        want = [asked_of(live, QUESTION, 9)]
         with want[0] as asked:
             straight = [asked.step(torch.tensor([[n]]))[0, 0].clone() for n in (5, 6, 7)]
-        with live.asked(QUESTION, 9) as asked:
+        with asked_of(live, QUESTION, 9) as asked:
             asked.step(torch.tensor([[5, 9, 9]]))
             asked.truncate(asked.length() - 2)
             for n, logits in zip((6, 7), straight[1:], strict=True):
@@ -330,7 +331,7 @@ def test_the_layout_is_a_prompt_s() -> None:
     with session("random-ov", {"kv": "full", "prune": EACH["fastv"]}) as one:
         live = one._live
         assert live is not None
-        with live.asked(QUESTION, 1) as asked:
+        with asked_of(live, QUESTION, 1) as asked:
             pruning: Any = asked.state
             (layout,) = pruning._layouts.values()
             (head, base, _), rows = next(iter(pruning._layouts)), pruning._tail

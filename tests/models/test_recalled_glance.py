@@ -11,6 +11,7 @@ from torch import Tensor
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.prune import best
 from mmaccel.core.prefill.recalled import RecallPruning
+from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.policies.prune import FastV
 from tests.models.streams import QUESTION
 from tests.models.test_recalled import DEPTH, TIGHT, session, watched
@@ -50,7 +51,7 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
     with session("random-ov", {"kv": TIGHT[kv], "prune": Both(layer=2, retention=0.5)}) as one:
         live = one._live
         assert live is not None
-        with live.asked(QUESTION, 8) as asked:
+        with asked_of(live, QUESTION, 8) as asked:
             kept = {layer: columns.clone() for layer, columns in asked.state._columns.items()}  # type: ignore[attr-defined]
             start = asked.length()
             for n in range(steps):

@@ -16,6 +16,7 @@ from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
+from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.kv.recent import Recent
@@ -72,7 +73,7 @@ def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> No
     with open_session(name, TIGHT[kv]) as session:
         session.watch(film(17), fps=FPS)  # of a unit of two frames one is still to come
         assert session._live is not None
-        with session._live.asked(QUESTION, 4) as asked:
+        with asked_of(session._live, QUESTION, 4) as asked:
             start = asked.length()
             alone = []
             for way in ways:

@@ -11,7 +11,7 @@ from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.draft.prompt_lookup import PromptLookup
 from mmaccel.policies.kv import StreamMemory, WindowedPolicy
-from mmaccel.policies.kv.full import Full
+from mmaccel.policies.kv.full import Full, FullStream
 
 
 class _Patched(Full):
@@ -107,6 +107,20 @@ class Mislays(_Streams):
     state: ClassVar[type] = _Mislays
 
 
+class _Lends(FullStream):
+    def snapshot(self, *given: Any) -> Any:
+        taken: Any = super().snapshot(*given)
+        self._state._lent.clear()
+        return taken
+
+
+class Lends(Full):
+    """What comes while an answer lasts is written over its columns."""
+
+    def stream(self, *given: Any) -> Any:
+        return _Lends(*given)
+
+
 MEMORIES = {
     "length": (Miscounts, "length is 1 and held 0 when it is opened"),
     "beams": (Reverses, "reorder([1, 1, 0]) gives other rows"),
@@ -114,6 +128,7 @@ MEMORIES = {
     "a trace": (Remembers, "a question leaves a trace"),
     "no way back": (OneWay, "after restore there are 122 units"),
     "units": (Forgets, "units is "),
+    "a snapshot": (Lends, "units that come change an answer that has begun"),
     "a layout": (Mislays, "the layout of a view is not of its columns"),
 }
 """What is wrong -> the memory, and words of the sentence that tells it."""

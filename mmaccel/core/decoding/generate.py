@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, Literal
 
 import torch
@@ -24,8 +24,6 @@ from mmaccel.core.report import Rounds
 Over = Literal["timeout", "cancelled"]
 FinishReason = Literal["stop", "length", "positions", "timeout", "cancelled"]
 
-WAIT_S = 0.05
-"""Seconds between two checks of the deadline while a call waits for a lock."""
 MAX_NEW_TOKENS = 128
 """The default of `max_new_tokens`, in sessions and on the command line."""
 
@@ -253,6 +251,7 @@ class Deadline:
         number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if seconds is not None and not (number and 0 < seconds <= threading.TIMEOUT_MAX):
             raise ModelError(f"timeout: {shown(seconds)}; give a positive number of seconds, or None.")
+        self.began = perf_counter()
         self._end = None if seconds is None else monotonic() + seconds
         self._cancelled, self._event = threading.Event(), event or threading.Event()
 
@@ -274,17 +273,6 @@ class Deadline:
         """Raise `Ended` when the call must end."""
         if (reason := self.over()) is not None:
             raise Ended(reason)
-
-    @contextmanager
-    def holding(self, lock: threading.RLock) -> Iterator[None]:
-        """Hold `lock`; raises `Ended` when the deadline passes before the lock is free."""
-        self.check()
-        while not lock.acquire(timeout=min(WAIT_S, WAIT_S if (left := self.left()) is None else left)):
-            self.check()
-        try:
-            yield
-        finally:
-            lock.release()
 
 
 @dataclass(frozen=True)

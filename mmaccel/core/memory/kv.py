@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,6 +275,15 @@ class StreamState(KVState):
     def restore(self, mark: Any) -> None:
         """Be as at the moment of `checkpoint`, whatever came after it, a broken pass included."""
 
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
+        """The memory as it is now, for one question, which runs in its `question_scope` while units go on coming to this
+        memory; no answer knows of them. `stream` is the question's; `pause` lets units come while `evidence` is worked out.
+        One is in use at a time. None: units wait until an answer has ended."""
+        return None
+
+    parts: bool = False
+    """Whether units may also come while the question of a snapshot is between two layers."""
+
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         """What `view` shows to a question or an answer, for callers that turn the rows and write them themselves: in place
         of `view`, if this is not None."""
@@ -345,24 +354,6 @@ class StreamState(KVState):
 
     def close(self) -> None:
         """Give back what is held outside the device (host memory, files)."""
-
-
-class FrameState(StreamState):
-    """A memory that keeps frames instead of keys and runs the model on some of them at a question. It goes through no pass
-    itself: what a question sees is made by `fresh`, filled with the units of `pick`."""
-
-    @abstractmethod
-    def keep(self, frames: Tensor) -> None:
-        """Take in frames [n * pace, 3, H, W], whole units, in the order of the stream."""
-
-    @abstractmethod
-    def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
-        """The units to run for a question: number and frames [pace, 3, H, W], ascending. `paid` are what a target's question
-        paid to units by number, where this is the memory of a draft that was told; empty: not known."""
-
-    @abstractmethod
-    def fresh(self) -> StreamState:
-        """An empty memory for one question."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,9 +15,9 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import (
     CacheSlot,
-    FrameState,
     KVView,
     Seen,
     Stream,
@@ -111,6 +112,20 @@ class SplitState(StreamState):
         self._layers = [len(layers) for layers, *_ in parts]
         self._of = [(state, layer) for layers, _, state in parts for layer in range(len(layers))]
         self.recalls_alike = self._states[0].recalls_alike
+
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
+        taken = [state.snapshot(stream, pause) for state in self._states]
+        if None in taken:
+            return None
+        other = copy.copy(self)
+        other._states = [state for state in taken if state is not None]
+        of = dict(zip(map(id, self._states), other._states, strict=True))
+        other._of = [(of[id(state)], layer) for state, layer in self._of]
+        return other
+
+    @property
+    def parts(self) -> bool:  # type: ignore[override]
+        return all(state.parts for state in self._states)
 
     # One layer.
 

@@ -17,6 +17,7 @@ from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy
+from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.listening import Guided
 from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
@@ -72,7 +73,7 @@ class LocalDraftStream(DraftStream):
         if self._live is None or self._asked is None:
             raise ModelError("the draft has seen no frame, or was asked nothing.")
         self._live.around = self._guided or Around()
-        return self._question.enter_context(self._live.asked(*self._asked, weigh=False, deadline=deadline))
+        return self._question.enter_context(asked(self._live, *self._asked, weigh=False, deadline=deadline))
 
     def done(self) -> None:
         self._asked = None

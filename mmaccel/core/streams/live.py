@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
-from mmaccel.core.streams.session import How, Progress, VideoSession
+from mmaccel.core.streams.intake import How, Progress
+from mmaccel.core.streams.session import VideoSession
 
 Done = TypeVar("Done")
 

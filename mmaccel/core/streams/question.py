@@ -1,8 +1,9 @@
-"""A question on a stream and its answer: what the decoding loop runs."""
+"""What is known of a stream beside its memory; a question on it and its answer, which the decoding loop runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Runner
-from mmaccel.core.attach import Question, StreamAdapter, StreamModel
+from mmaccel.core.attach import StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
 from mmaccel.core.decoding.watching import Around, CarefulDraftStream
@@ -21,11 +22,30 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Listening
+from mmaccel.core.streams.parts import Moment, Question, RunningStates
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
     f"of {MIN_ROWS} tokens and of more than dense_tail"
 )
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """[n, E] parts [., E] of what enters the layers, one after the other; those without what others have beside them
+    (`StreamModel.spoken`) have zeros."""
+    wide = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, wide - part.shape[1])) for part in parts])
+
+
+@contextmanager
+def kept(running: RunningStates | None) -> Iterator[None]:
+    """What layers carry is afterwards as it was."""
+    mark = None if running is None else running.mark()
+    try:
+        yield
+    finally:
+        if running is not None:
+            running.back(mark)
 
 
 def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.device) -> TokenLayout | None:
@@ -43,15 +63,51 @@ def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.devi
 
 
 @dataclass(eq=False)
+class StreamInfo:
+    """What is known of a stream beside its memory.
+
+    size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
+    fps      the rate of the first clip, for which positions are made
+    marks    [m, E] features of what ends any video
+    timed    whether the times of frames are known, and not made up: positions in seconds then follow them
+    spans    (first frame, frames) of each unit; `times` the seconds at which each frame was shown
+    pending  frames of a unit not yet complete; `raw` their (height, width)
+    """
+
+    size: tuple[int, int]
+    fps: float | None
+    unit: int
+    marks: Tensor
+    timed: bool = False
+    raw: tuple[int, int] | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    pending: Tensor | None = None
+
+    def shown(self, first: int, count: int | None = None) -> list[float]:
+        """The seconds at which `count` units from number `first` on were shown; None: all of them."""
+        end = None if count is None else first + count
+        return [self.times[frame] for frame, _ in self.spans[first:end]]
+
+    def moments(self, pace: int, frames: Sequence[int]) -> list[Moment]:
+        """What is written beside units of `pace` frames that begin with `frames`."""
+        return [(frame, self.times[frame : frame + pace]) for frame in frames]
+
+
+@dataclass(eq=False)
 class QuestionRunner(Runner):
     """A question and its answer on the memory of a stream: the target of the decoding loop.
 
     run       `StreamRunner.run_pass`
+    running   what layers carry beside the memory `state`
     ids       [n] of the words after the video
     left      the tokens of an answer for which the model has positions
     meter     counts what is decoded
     evidence  gives the frames that the answer rests on, after the question has run
     question  its text, and `beside` the stream of a draft, which is asked it too
+    check     called between two layers of the question; may raise `Ended`
+    pause     called with False between two passes of the answer
+    counted   gives the figures of the memory
     around    what is laid round the memory while it lasts; `Listening` tells a draft's pruner what it attended to
     logits    [1, V] of the first token, set by `prefill`
     """
@@ -59,6 +115,7 @@ class QuestionRunner(Runner):
     adapter: StreamModel
     run: Callable[..., Tensor]
     state: StreamState
+    running: RunningStates | None
     deadline: Deadline
     ids: Tensor
     left: int
@@ -67,6 +124,9 @@ class QuestionRunner(Runner):
     question: str
     beside: CarefulDraftStream
     around: Around
+    check: Callable[[], None]
+    pause: Callable[[bool], None]
+    counted: Callable[[], dict[str, float]]
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
@@ -75,21 +135,26 @@ class QuestionRunner(Runner):
         Raises `Ended` when the deadline passes before the last layer.
         """
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
-        how = {"check": self.deadline.check, "meter": self.meter}
+        how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.run(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
         return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        self.pause(False)
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
-        hidden = self.run(self.state, stream_pass, self.adapter.words(ids[0]), few=True, **more)
+        hidden = self.run(
+            self.state, stream_pass, self.adapter.words(ids[0]), few=True, running=self.running, **more
+        )
         return self.adapter.logits(hidden)[None]
 
     def accept(self, path: Tensor) -> None:
         self.state.accept(path)
 
     def truncate(self, length: int) -> None:
+        if self.running is not None:
+            self.running.crop(self.state.length() - length)
         self.state.truncate(length)
 
     def length(self) -> int:

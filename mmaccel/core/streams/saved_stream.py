@@ -13,11 +13,13 @@ import torch
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.stream_runner import StreamInfo, StreamRunner
+from mmaccel.core.streams.question import StreamInfo
+from mmaccel.core.streams.stream_runner import StreamRunner
 
 FILM, MEMORY = "film.safetensors", "memory"
 PIXELS = 1 << 25
@@ -63,6 +65,8 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
     # A memory of frames has no states between questions.
     heard = {n: kept for n, kept in states.items() if len(kept) == len(info.spans) * info.unit > 0}
     tensors |= {f"heard {layer}": kept for layer, kept in heard.items()}
+    if live.running is not None:
+        tensors |= live.running.tensors()
     checkpoint_io.write_tensors(folder / FILM, tensors)
     return {
         "model": adapter.signature(),
@@ -112,6 +116,8 @@ def read_stream(
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
             live.stream.places.told(0, live.info.shown(0))
         load_stream(live.state, data / MEMORY)
+        if live.running is not None and not isinstance(live.state, FrameState):
+            live.running.put(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
         if (units := live.state.units()) != facts["units"]:
             raise damaged(data, f"the memory holds {units} units of {facts['units']}")
         if isinstance(live.around, Listening) and facts.get("heard") == sorted(live.around.states) != []:

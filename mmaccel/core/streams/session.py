@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attach import Clip, StreamAdapter, adapter_for, stream_attention
+from mmaccel.core.attach import StreamAdapter, adapter_for, stream_attention
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
-from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
-from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
+from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
-from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
-
-Progress = Callable[[int, int | None], None]
-How = Literal["watch", "ingest"]
-Given = list[float] | None
+from mmaccel.core.streams.asking import asked
+from mmaccel.core.streams.intake import Intake, Progress
+from mmaccel.core.streams.stream_runner import StreamRunner
 
 
-class VideoSession:
+class VideoSession(Intake):
     """One stream on one model: `watch` any number of times, `ask` in between, `save`, `load`, `close`.
 
     model      a model of a supported family, not accelerated; it is untouched between two calls
@@ -50,16 +43,14 @@ class VideoSession:
         recipe: Recipe | str | Path | Mapping[str, Any] | None = "mosaic",
         **choices: Any,
     ) -> None:
+        super().__init__()
         self.recipe = Recipe.load(recipe, **choices)
         self._kv = stream_policy(self.recipe)
         self._stream_adapter: StreamAdapter = adapter_for(model).stream_adapter(model, processor)
         self._stream_adapter.attention = stream_attention(self.recipe, self._stream_adapter)
         self.recipe.draft.check(self._stream_adapter.view)
         self._processor = processor
-        self._live: StreamRunner | None = None
         self._meter = Meter()
-        self._lock = threading.RLock()
-        self._cancelled, self._closed = threading.Event(), False
 
     @classmethod
     def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
@@ -110,130 +101,6 @@ class VideoSession:
         """
         return self.take_in("ingest", video, None, fps, progress, self.deadline(timeout))
 
-    def deadline(self, timeout: float | None) -> Deadline:
-        """The end of a call that begins now; `cancel` ends it too."""
-        return Deadline(timeout, self._cancelled)
-
-    def take_in(
-        self,
-        how: How,
-        video: Any,
-        times: Sequence[float] | Tensor | None,
-        fps: float | None,
-        progress: Progress | None,
-        deadline: Deadline,
-    ) -> int:
-        """`watch` or `ingest`, by `deadline`. Raises `RecipeError` where the memory does not ingest."""
-        if how == "ingest" and not self._kv.ingests:
-            raise RecipeError(f"kv {self._kv.name!r} does not ingest (ingests is not True); use watch.")
-        if fps is not None and not 0 < fps < math.inf:
-            raise ModelError(f"fps: {fps!r}; give a positive number of frames a second.")
-        given = None if times is None else [float(moment) for moment in times]
-        if given is not None and not all(map(math.isfinite, given)):
-            raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
-        # Times are given for all frames of a call: all are taken in, or none.
-        apart = given is None and how == "watch"
-        each, every = (self._whole, nullcontext) if apart else (nullcontext, self._whole)
-        done, part, over = 0, False, None
-        try:
-            with (
-                self._working(deadline),
-                every(),
-                closing(self._stream_adapter.clips(video, fps, deadline.check)) as clips,
-            ):
-                if how == "ingest":
-                    self._stream_adapter.attention.meter.clear()
-                try:
-                    for clip in clips:
-                        with each():
-                            taken = self._take(how, clip, given, done, progress, deadline)
-                            if not clip.part and (how == "watch" or taken == len(clip.frames)):
-                                self._rest()
-                        done, part = done + taken, clip.part
-                        if taken < len(clip.frames):
-                            over = deadline.over()
-                            break
-                except Ended as end:  # while frames were awaited
-                    over = end.reason
-                if over is not None and how == "ingest":
-                    done = 0
-                    raise Ended(over)
-                if given is not None and over is None and done != len(given):
-                    raise ModelError(
-                        f"times: there are {len(given)} for {done} frames; give one for each frame."
-                    )
-                if part:
-                    self._rest()
-        except Ended as end:  # while the call waited for its turn
-            over = end.reason
-        except Exception as error:
-            if done and apart:
-                tell_kept(error, done)
-            raise
-        if over is not None:
-            why = "it reached its timeout" if over == "timeout" else "it was cancelled"
-            warn(f"{how}: {why}; it took in {done} frames and left out the rest.")
-        return done
-
-    def cancel(self) -> None:
-        """Ask all running and waiting calls of `watch` and `ask` to end, from any thread; return at once.
-
-        `ask` returns the tokens generated so far (`finish_reason` "cancelled"); `watch` keeps the frames that the model has
-        read. Later calls run as usual.
-        """
-        cancelled, self._cancelled = self._cancelled, threading.Event()
-        cancelled.set()
-
-    def _rest(self) -> None:
-        """Tell the memory that no more frames come for now."""
-        if self._live is not None:
-            self._live.state.idle()
-            self._live.beside.idle()
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """After an error inside, restore the stream as it was before."""
-        before = self._live
-        mark = None if before is None else before.mark()
-        try:
-            yield
-        except BaseException:
-            if before is not None:
-                before.back(mark)
-            elif self._live is not None:
-                self._live.close()
-            self._live = before
-            raise
-
-    def _take(
-        self, how: How, clip: Clip, given: Given, done: int, progress: Progress | None, deadline: Deadline
-    ) -> int:
-        count, live, watched = clip.frames.shape[0], self._live, 0
-        shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
-        if live is None:
-            parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
-            live = self._live = StreamRunner.begin(*parts, timed)
-            live.beside = self._beside()
-
-        def tell(through: int) -> None:
-            nonlocal watched
-            some, watched = slice(watched, through), through
-            live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed)
-            if progress is not None:
-                progress(done + through, None if clip.part else done + count)
-
-        taken = live.take(clip.frames, shown, tell, deadline, ingest=how == "ingest")
-        if not self.frames:
-            live.close()
-            self._live = None
-        return taken
-
-    def _beside(self) -> CarefulDraftStream:
-        """The stream of the draft, where it asks for one."""
-        draft, told = self.recipe.draft, Watching(self._processor, self._kv, self.recipe.chunk)
-        watches = draft.active and "video" in draft.needs
-        return CarefulDraftStream(partial(draft.watch, self._stream_adapter.view, told) if watches else None)
-
     @overload
     def ask(
         self,
@@ -279,8 +146,7 @@ class VideoSession:
         work = self.answering(question, max_new_tokens, evidence, deadline)
         if not stream:
             return work(None)
-        with suppress(Ended), self._working(deadline):
-            self._check(question)
+        self._check(question)
         return Reply(work, deadline)
 
     def answering(
@@ -302,24 +168,20 @@ class VideoSession:
         self, question: str, most: int, evidence: bool, deadline: Deadline, put: Callable[[str], None] | None
     ) -> Answer:
         try:
+            turns = self._asking, self._stream_adapter.turns
             with (
-                self._working(deadline),
-                self._check(question).asked(question, most, evidence, deadline) as asked,
+                self._working(*turns, deadline=deadline),
+                asked(self._check(question), question, most, evidence, deadline, beside=True) as turn,
             ):
-                text, ids, reason = asked.decode(self.recipe.draft, most, put)
-                self._meter, report = asked.meter, self._told(asked.meter)
+                text, ids, reason = turn.decode(self.recipe.draft, most, put)
+                self._meter, report = turn.meter, self._told(turn.meter, turn.counted())
                 counters, draft = dict(report.kv), report.draft
                 if draft["rounds"]:
                     counters |= {"drafted": float(draft["proposed"]), "accepted": float(draft["accepted"])}
                 speed = report.ttft_s or 0.0, report.tokens_per_s
-                return Answer(text, ids, *speed, asked.evidence(), counters, reason)
+                return Answer(text, ids, *speed, turn.evidence(), counters, reason)
         except Ended as end:
             return Answer("", (), 0.0, None, counters=self.counters(), finish_reason=end.reason)
-
-    @property
-    def frames(self) -> int:
-        """Frames watched."""
-        return 0 if self._live is None else len(self._live.info.times)
 
     def __len__(self) -> int:
         return self.frames
@@ -343,15 +205,15 @@ class VideoSession:
         memory holds now; kept and patterns are those of the last `ingest` under a pattern and of the question; peak_bytes
         are since the last reset on CUDA. Before the first answer the figures of one are 0 or None.
         """
-        return self._told(self._meter)
+        return self._told(self._meter, self.counters())
 
-    def _told(self, meter: Meter) -> Report:
+    def _told(self, meter: Meter, counters: dict[str, float]) -> Report:
         own, device = self._stream_adapter.attention, self._stream_adapter.device
         whole = replace(meter, listed={}, causal={}, names={}, notes=[])
         for one in (own.meter, meter):
             whole.planned(one)
         why = "" if own.choice is None else own.choice.why
-        return whole.report(self.recipe.to_dict(), own.backend, self.counters(), device, why)
+        return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 
     def clusters(self) -> dict[str, Tensor]:
         """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.
@@ -367,14 +229,14 @@ class VideoSession:
 
     def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON); what was saved there gives way to a whole one."""
-        with self._working():
+        with self._working(self._stream, self._stream_adapter.turns):
             if self._live is None:
                 raise ModelError("save: the session has seen no frame; watch something first.")
             session_io.save(Path(path), self.recipe, self._live)
 
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
-        with self._working():
+        with self._working(self._stream, self._asking, self._stream_adapter.turns):
             given = self._stream_adapter, self.recipe, self._kv, self._beside
             before, self._live = self._live, session_io.load(Path(path), *given)
             if before is not None:
@@ -382,7 +244,7 @@ class VideoSession:
 
     def close(self) -> None:
         """Give back what the stream holds; a second call does nothing."""
-        with self._lock:
+        with self._stream.holding(), self._asking.holding(), self._stream_adapter.turns.holding():
             if self._live is not None:
                 self._live.close()
             self._live, self._closed = None, True
@@ -397,14 +259,3 @@ class VideoSession:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.frames} frames"
         return f"<VideoSession {state}, kv {self._kv.name!r}>"
-
-    @contextmanager
-    def _working(self, deadline: Deadline | None = None) -> Iterator[None]:
-        # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode. A memory has
-        # keys and values of the weights' type, whatever autocast makes of a product.
-        exact = torch.autocast(self._stream_adapter.device.type, enabled=False)
-        turn = self._lock if deadline is None else deadline.holding(self._lock)
-        with turn, torch.inference_mode(False), torch.no_grad(), exact:
-            if self._closed:
-                raise ModelError("the session is closed; open a new one, or resume a saved one.")
-            yield

@@ -3,59 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.attach import Clip, StreamModel
-from mmaccel.core.decoding.generate import Deadline, Evidence
+from mmaccel.core.attach import StreamModel
+from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.memory.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.frames import FrameState
+from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
-from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
-from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.question import WATCHED, QuestionRunner, planned_rows
+from mmaccel.core.streams.parts import Clip
+from mmaccel.core.streams.question import WATCHED, StreamInfo, kept
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
 ROWS = 1 << 15
 """Tokens of a pass of an ingestion where the recipe has no `chunk`."""
-
-
-@dataclass(eq=False)
-class StreamInfo:
-    """What is known of a stream beside its memory.
-
-    size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
-    fps      the rate of the first clip, for which positions are made
-    marks    [m, E] features of what ends any video
-    timed    whether the times of frames are known, and not made up: positions in seconds then follow them
-    spans    (first frame, frames) of each unit; `times` the seconds at which each frame was shown
-    pending  frames of a unit not yet complete; `raw` their (height, width)
-    """
-
-    size: tuple[int, int]
-    fps: float | None
-    unit: int
-    marks: Tensor
-    timed: bool = False
-    raw: tuple[int, int] | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    pending: Tensor | None = None
-
-    def shown(self, first: int, count: int | None = None) -> list[float]:
-        """The seconds at which `count` units from number `first` on were shown; None: all of them."""
-        end = None if count is None else first + count
-        return [self.times[frame] for frame, _ in self.spans[first:end]]
 
 
 class StreamRunner:
@@ -65,16 +36,19 @@ class StreamRunner:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
         self.adapter, self.kv, self.info, self.beside = adapter, kv, info, CarefulDraftStream()
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
-        self._bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
+        self.bulk = max(1, (ROWS if chunk is None else chunk) // info.unit)
         pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
         self.around = Around() if pruner is None else Listening(pruner, depth)
-        self._warned, self._full, self._ingests, self._pruned = False, False, False, dict[str, float]()
+        self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.places(info.size, fps), adapter.head().numel()
         self.stream = Stream(unit=info.unit, head=head, pace=adapter.pace, places=places, dtype=adapter.dtype)
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.stream if one else partial(split_stream, kv, adapter.layer_devices)
+        self.waits: deque[float] = deque(maxlen=1024)
+        """Seconds that each of the last passes of frames waited for its turn."""
         self.state = opened(self.stream, adapter.view.geometry, adapter.view, adapter.device)
+        self.running = adapter.running()
 
     @classmethod
     def begin(
@@ -88,13 +62,19 @@ class StreamRunner:
         quiet: bool = False,
     ) -> StreamRunner:
         """A stream of frames like `frames`, its head run; `timed`: their times are known; `quiet`: it warns of nothing."""
-        size = _size(frames)
+        size = frame_size(frames)
         features, marks = adapter.features(filled(frames[: adapter.pace], adapter.pace), size)
-        live = cls(adapter, kv, chunk, StreamInfo(size, fps, features.shape[1], marks, timed, size))
+        unit = adapter.spoken(features, [(0, [0.0])]).shape[1]
+        live = cls(
+            adapter,
+            kv,
+            chunk,
+            StreamInfo(size, fps, unit, marks[:, : adapter.view.geometry.hidden], timed, size),
+        )
         live._warned = live._full = quiet
         try:
             if not isinstance(live.state, FrameState):
-                live._head(live.state)
+                live.run_head(live.state)
         except BaseException:
             live.state.close()
             raise
@@ -113,7 +93,7 @@ class StreamRunner:
         """Take in frames [T, 3, H, W] shown at `moments`; calls `progress` with the number read so far. Gives the number
         taken in: when the deadline comes first, those whose passes were complete. `ingest`: they are of a stored video, and
         the state's `idle` follows."""
-        step = self._bulk if ingest else self._step
+        step = self.bulk if ingest else self._step
         if ingest:
             self.state.begin_ingest()
         elif not (isinstance(self.state, FrameState) or self.adapter.attention.recipe.sparse.dense):
@@ -126,19 +106,22 @@ class StreamRunner:
         pending = frames.shape[0] - len(moments)
         info.times += moments
         whole = frames.shape[0] // pace
-        self._ingests = ingest
+        self.ingests = ingest
+        first = 0
         try:
             for first in range(0, whole, step):
-                if deadline.over() is not None:
-                    taken = max(0, first * pace - pending)
-                    del info.times[before + taken :]
-                    info.pending = info.pending if first == 0 else None
-                    return taken
                 last = min(first + step, whole)
-                self._encode(frames[first * pace : last * pace])
+                with self.adapter.turns.holding(deadline) as waited:
+                    self.waits.append(waited)
+                    self._encode(frames[first * pace : last * pace])
                 progress(last * pace - pending)
+        except Ended:
+            taken = max(0, first * pace - pending)
+            del info.times[before + taken :]
+            info.pending = info.pending if first == 0 else None
+            return taken
         finally:
-            self._ingests = False
+            self.ingests = False
         rest = frames[whole * pace :]
         info.pending = rest.clone() if len(rest) else None
         if len(rest):
@@ -161,7 +144,7 @@ class StreamRunner:
 
     def _alike(self, frames: Tensor) -> Tensor:
         """Frames that can follow those before: of their size where a unit is begun. Told once when they are resized."""
-        info, size, adapter = self.info, _size(frames), self.adapter
+        info, size, adapter = self.info, frame_size(frames), self.adapter
         if size == info.raw:
             return frames
         if not self._warned and not adapter.fits(frames, info.size):
@@ -182,24 +165,24 @@ class StreamRunner:
             info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
             return
         features, counts = state.merge(self.adapter.features(frames, info.size)[0])
-        for count in counts:
-            info.spans.append((start, count * pace))
-            start += count * pace
-        self._units(state, features)
+        begins = (
+            [start + pace * past for past in itertools.accumulate(counts[:-1], initial=0)] if counts else []
+        )
+        info.spans += [(begin, count * pace) for begin, count in zip(begins, counts, strict=True)]
+        self.run_units(state, features, begins)
 
-    def _units(
-        self, state: StreamState, features: Tensor, times: Sequence[float] | None = None, **how: Any
-    ) -> None:
-        total, done, info = features.shape[0], 0, self.info
-        if info.timed and times is None:
+    def run_units(self, state: StreamState, features: Tensor, numbers: Sequence[int], **how: Any) -> None:
+        """Units of `features` [n, P, E], whose first frames are `numbers`, into a memory."""
+        total, done, info, adapter = features.shape[0], 0, self.info, self.adapter
+        if info.timed and state is self.state:
             self.stream.places.told(state.units(), info.shown(state.units()))
         while done < total:
             first = state.units()
             count = state.fit(first, total - done)
-            part = features[done : done + count]
-            shown = tuple(info.shown(first, count) if times is None else times[done : done + count])
-            look = part.float().mean(1) if "look" in self.kv.needs else None
-            rows = count * info.unit
+            part, frames = features[done : done + count], numbers[done : done + count]
+            shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
+            look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
+            part, rows = adapter.spoken(part, info.moments(adapter.pace, frames)), count * info.unit
             stream_pass = StreamPass(
                 kind="units", rows=rows, first=first, count=count, times=shown, look=look
             )
@@ -215,131 +198,44 @@ class StreamRunner:
         rows = question.embeds[question.words[1] :]
         return rows if len(rows) else question.embeds[-1:]  # a prompt may end with its words
 
-    def _head(self, state: StreamState) -> None:
+    def run_head(self, state: StreamState, **how: Any) -> None:
         embeds = self.adapter.head_embeds()
-        self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds)
+        self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds, **how)
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
         how |= {} if self.beside.failed else self.around.ears(stream_pass.kind)
-        state.begin_pass(stream_pass)
-        hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
-        state.end_pass()
+        running = how.setdefault("running", self.running)
+        with kept(running if stream_pass.kind == "proxy" else None):
+            state.begin_pass(stream_pass)
+            hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
+            state.end_pass()
         return hidden
-
-    # A question.
-
-    @contextmanager
-    def asked(
-        self, question: str, room: int, weigh: bool = True, deadline: Deadline | None = None
-    ) -> Iterator[QuestionRunner]:
-        """A question (`StreamModel.question`) run up to its first token; at exit the memory is as before. `room` tokens may
-        follow. `weigh`: its evidence will be asked for. Raises `ModelError`, before anything is run, where the model has no
-        position left for an answer, and `Ended` when the deadline comes before the first token.
-        """
-        if self._ingests:
-            raise ModelError("ask: a video is being ingested; ask when that call has ended.")
-        info, state, adapter, places = self.info, self.state, self.adapter, self.stream.places
-        deadline = Deadline() if deadline is None else deadline
-        meter = Meter(started=time.perf_counter())
-        asking, waiting = adapter.question(question), state.waiting()
-        pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
-        before = pending + info.marks.shape[0]
-        rows, words = before + len(asking.ids), (before + asking.words[0], before + asking.words[1])
-        planned = planned_rows(adapter.attention.recipe, asking, rows - pending, adapter.device)
-        stream_pass = StreamPass(
-            kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh, layout=planned
-        )
-        if info.timed and not isinstance(state, FrameState):
-            # Those of the units that the memory has not taken in yet.
-            times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
-            times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
-            places.told(state.units(), times)
-        units, own = state.shown(stream_pass)
-        last, taken = places.ends(units, pending, rows, own)
-        if not places.admits(units, pending, rows, own):
-            raise ModelError(
-                f"question: the stream and the question take {taken} of the model's {places.limit} positions "
-                "(max_position_embeddings) and leave none for an answer; ask in fewer words, or choose a kv that "
-                "keeps less."
-            )
-        left = places.limit - 1 - last
-        stream_pass = replace(stream_pass, room=min(room, left))  # none for what no position is left for
-        deadline.check()
-        evidence, shows = state.evidence, list(range(len(info.spans)))
-        if isinstance(state, FrameState):
-            state, evidence = self._picked(state, deadline, meter)
-            shows = list(evidence())
-        prune = adapter.attention.recipe.prune
-        acts = None if prune is None else prune.on_stream()
-        depth, seen = adapter.view.geometry.layers, before + asking.visual
-        pruned = None
-        numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
-        state = self.around(state, self.stream, seen, numbers)
-        if acts is not None and (acts.stage == "layer" or acts.glance is not None):
-            state = pruned = RecallPruning(state, acts, self.stream, depth, seen)
-        parts = [info.marks, asking.embeds]
-        if info.pending is not None:
-            parts.insert(0, adapter.features(filled(info.pending, adapter.pace), info.size)[0][0])
-        if waiting is not None:
-            parts.insert(0, waiting.flatten(0, 1))
-        shown = (lambda: self._shown(evidence())) if weigh else tuple
-        given = adapter, self.run_pass, state, deadline, asking.ids, left, meter, shown, question
-        runner = QuestionRunner(*given, self.beside, self.around)
-        with state.question_scope():
-            runner.prefill({"stream_pass": stream_pass, "embeds": torch.cat(parts)})
-            meter.prompt_tokens = runner.length()
-            if pruned is not None:
-                self._pruned = pruned.counts
-                if not pruned.counts["visual"]:
-                    tell_idle(pruned.pruner, meter)
-            yield runner
-
-    def _picked(
-        self, state: FrameState, deadline: Deadline, meter: Meter
-    ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
-        """A memory of the frames that a memory of frames picks, and what the answer rests on."""
-        fresh, picked, info = state.fresh(), state.pick(getattr(self.around, "paid", {})), self.info
-        self.around.cut(0)
-        self._head(fresh)
-        if self.kv.ingests:
-            fresh.begin_ingest()
-        for at in range(0, len(picked), self._bulk):
-            deadline.check()
-            some = picked[at : at + self._bulk]
-            alike = itertools.groupby((one for _, one in some), _size)  # each clip may have had its own size
-            runs = [self.adapter.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
-            times = [info.shown(number, 1)[0] for number, _ in some]
-            self._units(fresh, torch.cat(runs), times, meter=meter)
-        fresh.idle()
-        return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
-
-    def _shown(self, evidence: Mapping[int, Seen]) -> tuple[Evidence, ...]:
-        spans, times = self.info.spans, self.info.times
-        return tuple(
-            Evidence((first, first + count - 1), times[first], seen.share, seen.retrieved, seen.score)
-            for (first, count), seen in ((spans[number], seen) for number, seen in sorted(evidence.items()))
-        )
 
     # Going back.
 
     def mark(self) -> Any:
         """What `back` needs."""
         info = self.info
-        return self.state.checkpoint(), replace(info), len(info.spans), len(info.times), self.beside.mark()
+        lengths, states = (len(info.spans), len(info.times)), self.running and self.running.mark()
+        return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states
 
     def back(self, mark: Any) -> None:
         """As it was at `mark`, since when lists have only grown."""
-        memory, info, spans, times, beside = mark
+        memory, info, spans, times, beside, states = mark
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
+        if self.running is not None:
+            self.running.back(states)
         self.beside.back(beside)
         self.around.cut(self.state.units() * info.unit)
 
-    def counters(self) -> dict[str, float]:
-        """Those of the memory, and what a pruner left of all units, or of what the last question recalled."""
-        counted, left_out = {**self.state.counters(), **self._pruned}, self.adapter.left_out
+    def counters(self, state: StreamState | None = None) -> dict[str, float]:
+        """Those of the memory, or of its snapshot `state`, and what a pruner left of all units, or of what the last question
+        recalled."""
+        counted = {**(self.state if state is None else state).counters(), **self.pruned}
+        left_out = self.adapter.left_out
         if left_out is not None:
             units, unit = self.state.units(), self.info.unit
             counted |= {
@@ -354,7 +250,8 @@ class StreamRunner:
         self.beside.close()
 
 
-def _size(frames: Tensor) -> tuple[int, int]:
+def frame_size(frames: Tensor) -> tuple[int, int]:
+    """Height and width of frames [T, 3, H, W]."""
     return int(frames.shape[2]), int(frames.shape[3])
 
 

@@ -6,6 +6,7 @@ cluster of its own, `mosaic` one of clusters inside visual clusters. An index is
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -233,6 +234,15 @@ class Index(ABC):
         out = shares.new_zeros(rows, len(size) + 2)
         out[:, ids] = shares / size[ids].clamp_min(1)
         return out[:, now.lists.owner[layer, : now.end]]
+
+    def copied(self) -> Index:
+        """What searches as this one does now, when `prepare` was last asked, whatever comes to this one."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(other, name, value.clone())
+        other._fixed, other._ready = {}, copy.deepcopy(self._ready)
+        return other
 
     # On the device, at a fixed place.
 

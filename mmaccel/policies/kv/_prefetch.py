@@ -79,6 +79,13 @@ class Prefetcher:
         self._crossing: list[Tensor] = []
         self._crossed: Tensor | None = None
 
+    def apart(self, window: int) -> Prefetcher:
+        """One that caches and foretells nothing, for a question beside which others are asked for; counted as this one's."""
+        self.settle()
+        other = Prefetcher(self._store, len(self._tables), window, 0)
+        other._counts, other._seconds = self._counts, self._seconds
+        return other
+
     # A question.
 
     def begin(self, first: int) -> None:

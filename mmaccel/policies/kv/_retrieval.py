@@ -18,11 +18,11 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import Stream, StreamPass
+from mmaccel.policies.kv._beside import BesideQuestion
 from mmaccel.policies.kv._index import Found, Index, closed_up, summary_positions, unit_positions
 from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv._window import Angles, Asked, Look, Pair, words_of
-from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import in_units, on_device
 
 ALL = 1 << 62
@@ -35,7 +35,7 @@ AHEAD = 1.25
 """The prefetch brings so many times the budget: neighbouring layers agree on most of what they retrieve, not on all."""
 
 
-class ArchivedMemory(StreamMemory):
+class ArchivedMemory(BesideQuestion):
     """Units that have left the window lie in `store`; `index` finds them, and `prefetcher` brings them.
 
     While the stream is encoded, each layer of a pass retrieves `encode_budget` units by the mean query of the pass, so that
@@ -81,11 +81,14 @@ class ArchivedMemory(StreamMemory):
         return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
+        if stream_pass.kind == "units":
+            self._part()
         super().begin_pass(stream_pass)
         if stream_pass.kind == "question":
             self._found = {}
             self._questions += 1
-            self.idle()
+            if self._main is None:
+                self.idle()
             begin, end = words_of(stream_pass)
             self._numbers[0].fill_(end - begin)
         elif stream_pass.kind == "units":
@@ -137,13 +140,9 @@ class ArchivedMemory(StreamMemory):
         """The first unit that a question sees without a search."""
         return max(self._count - self.local, self._first)
 
-    @property
-    def _numbers(self) -> Tensor:
-        """[2 + L] on the device: words of the question, units of the stream, summary tokens of each layer."""
-        return self.replays.room("told", (2 + self.geometry.layers,), torch.long)
-
     def idle(self) -> None:
         """A question may be asked next; what the device was told before is not sent again."""
+        self._part()
         super().idle()
         self.index.digest()
         self.index.prepare(self._begin)
@@ -313,6 +312,7 @@ class ArchivedMemory(StreamMemory):
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:
+        main = self if self._main is None else self._main
         try:
             with super().question_scope():
                 yield
@@ -325,10 +325,10 @@ class ArchivedMemory(StreamMemory):
             # What was retrieved has been on the device: the splits that it owed are made, if passes of the stream make none.
             found, self._found = self._found, {}
             if found and (not self.encode_budget or self.index.retrievals_split):
-                self.index.touched(found)
+                main.index.touched(found)
             self.prefetcher.settle()
             # The next question need not wait for what this one split.
-            self.idle()
+            main.idle()
 
     def seen(self, layer: int) -> Tensor | None:
         return self._tokens_of(self._found[layer].entries, self._begin) if layer in self._found else None
@@ -350,6 +350,7 @@ class ArchivedMemory(StreamMemory):
     # The stream as a whole.
 
     def checkpoint(self) -> Any:
+        self._part()
         index = self.index.checkpoint()
         return super().checkpoint(), index
 
@@ -389,12 +390,10 @@ class ArchivedMemory(StreamMemory):
         return {**super().counters(), **own, **host}
 
     def _save(self, folder: Path) -> None:
+        self._part()
         self.index.save(folder)
         self.store.save(folder / "store")
 
     def _load(self, folder: Path) -> None:
         self.index.load(folder, self._count)
         self.store.load(folder / "store", self._count)
-
-    def close(self) -> None:
-        self.store.close()

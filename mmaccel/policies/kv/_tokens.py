@@ -71,7 +71,7 @@ class TokenMemory(StreamMemory):
     """
 
     FACTS: ClassVar[dict[str, type]] = {}
-    recalls_alike = False
+    recalls_alike, parts = False, True
 
     def __init__(
         self, policy: TokenPolicy, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

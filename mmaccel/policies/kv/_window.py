@@ -6,6 +6,7 @@ Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before r
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -81,6 +82,9 @@ class Ring(NamedTuple):
     value: Tensor
 
 
+UnitsOf = Callable[[int, Tensor], Tensor]  # of a layer's shares [n, N] of columns: [n, U], those of units
+
+
 @dataclass(eq=False)
 class Asked:
     """What a question sees at one layer: turned keys and values with room for more; `base` columns of it, in which `seen`
@@ -99,13 +103,13 @@ class Rope:
     angles of a name are made once until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
-        self.angles, self.apply, self._model = partial(model.angles, dtype=dtype), model.apply_rope, model
+        self.angles, self.apply, self.model = partial(model.angles, dtype=dtype), model.apply_rope, model
         self._kept: dict[Hashable, Angles] = {}
         self.forget = self._kept.clear
 
     def apply_(self, x: Tensor, angles: Angles) -> None:
         """`apply` in place."""
-        self._model.apply_rope_(x, angles)
+        self.model.apply_rope_(x, angles)
 
     def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
         """The angles of `positions()` [n] or [3, n], made when `name` is new."""
@@ -128,6 +132,22 @@ class PassState(StreamState):
         self._new: dict[int, Pair] = {}
         self._ingests, self._columns = False, dict[tuple[int, int], TokenLayout]()
         self._headed = self._count = self._extra = self._pending = self._last = 0
+
+    _main: Any = None
+    """Of a snapshot, the memory that it is of."""
+    _pause: Callable[[], None] = staticmethod(lambda: None)
+
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
+        taken = copy.copy(self)
+        for name, value in vars(self).items():
+            if type(value) in (dict, list):
+                setattr(taken, name, value.copy())
+        taken._main, taken._pause = self, pause
+        taken.stream, taken.rope = stream, Rope(self.rope.model, stream.dtype)
+        return taken
+
+    def _answered(self, taken: Any) -> None:
+        """The question of the snapshot `taken` is over: take from it what is to last."""
 
     def _cut(self, columns: int) -> None:
         """Keep the first `columns` columns of each layer, as far as it has them."""
@@ -218,6 +238,8 @@ class PassState(StreamState):
             yield
         finally:
             self._forget_question()
+            if self._main is not None:
+                self._main._answered(self)
 
     def units(self) -> int:
         return self._count
@@ -330,7 +352,7 @@ class Rows:
         self._rows = {}
 
     @torch.no_grad()
-    def reached(self, rope: Rope, head: int, units_of: Callable[[int, Tensor], Tensor]) -> Tensor | None:
+    def reached(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
         """[U]: of all that reaches the last row, which says the first token, from units, the share of each; None: unknown.
 
         Attention rollout (Abnar and Zuidema, 2020): behind each layer a row is made of what it was, what it gets of units,
@@ -351,6 +373,7 @@ class Rows:
                 query = rope.apply(query[None], angles)[0]
             query = query[:, first - self._first :]
             got = attention(query, slot.key[0, :, : slot.column + self._count], slot.bias)
+            pause()
             if weight is None:
                 weight = got.new_zeros(1, len(got))
                 weight[:, -1] = 1

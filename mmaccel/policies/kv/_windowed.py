@@ -92,12 +92,19 @@ class StreamMemory(IngestState):
         elif stream_pass.kind != "answer":
             self.compact = self._closed(stream_pass)
         if stream_pass.kind == "question":
-            self._looks = {}
+            self._looks, self._rows = {}, Rows()
             self._rows.begin(stream_pass)
 
     def set_query_fields(self, policy: Any) -> None:
         if "local" in policy.query_time_fields:
             self.local = self.stream.units(policy.local)
+
+    @property
+    def parts(self) -> bool:  # type: ignore[override]
+        return type(self) is StreamMemory  # a subclass says itself whether what it keeps bears that
+
+    def _answered(self, taken: Any) -> None:
+        self._kept = taken._kept
 
     def _closed(self, stream_pass: StreamPass) -> bool:
         """Whether units are closed up for this pass, as the fields say or because their own places leave it no positions."""
@@ -238,13 +245,14 @@ class StreamMemory(IngestState):
         """What a question sees, its head alone written, with `room` columns after it; and the first `filled` of these
         [2, G, filled, D], to be written to."""
         key, value = self._head(layer)
-        old, known = self._kept.get(layer, (None, None))
+        keeps = self._keeps and self._stream_pass is not None and self._stream_pass.kind == "question"
+        old, known = self._kept.get(layer, (None, None)) if keeps else (None, None)
         count, like = key.shape[2], key.expand(2, -1, -1, -1)
         out = grow_buffer(old, 2, count + room + MARGIN, like=like, used=0, share=0.0)
         if out is not old or known is not key:
             # Nothing else writes over a head.
             out[0, :, :count], out[1, :, :count] = key[0], value[0]
-        if self._keeps:
+        if keeps:
             self._kept[layer] = out, key
         return Asked(out[:1], out[1:], count + filled, 0), out[:, :, count : count + filled]
 
@@ -302,7 +310,7 @@ class StreamMemory(IngestState):
         self.restore((0, 0, 0, [None] * len(self._heads), [None] * len(self._rings)))
 
     def evidence(self) -> dict[int, Seen]:
-        parts = self._rows.reached(self.rope, self.stream.head, self._units_of)
+        parts = self._rows.reached(self.rope, self.stream.head, self._units_of, self._pause)
         return weigh(self._looked(), self._count, parts)
 
     def summaries(self, layer: int) -> int:

@@ -3,7 +3,9 @@ all of a stream at its true places (`offload`)."""
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,6 +128,21 @@ class FullState(LayeredState):
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
         self._buffers: list[Pair | None] = [None] * layers
+        # Layers whose buffers another state writes to, behind the columns of this one.
+        self._lent = set[int]()
+
+    def lent(self) -> FullState:
+        """These columns with others behind them, until `given_back`; this one then writes to copies."""
+        other = copy.copy(self)
+        other._counts, other._buffers, other._lent = list(self._counts), list(self._buffers), set()
+        self._lent = set(range(len(self._buffers)))
+        return other
+
+    def given_back(self, other: FullState) -> None:
+        """What was `lent` is over; what it made larger stays."""
+        for layer in self._lent:
+            self._buffers[layer] = other._buffers[layer]
+        self._lent.clear()
 
     def view(self, layer: int, query: Tensor) -> KVView:
         buffers = self._buffers[layer]
@@ -170,6 +187,9 @@ class FullState(LayeredState):
     def _put(self, layer: int, key: Tensor, value: Tensor) -> None:
         start, buffers = self._counts[layer], self._buffers[layer]
         end = start + key.shape[2]
+        if layer in self._lent and buffers is not None:
+            self._lent.discard(layer)
+            buffers = buffers[0].clone(), buffers[1].clone()
         old_key, old_value = (None, None) if buffers is None else buffers
         new_key = grow_buffer(old_key, 2, end, like=key, used=start)
         new_value = grow_buffer(old_value, 2, end, like=value, used=start)
@@ -190,7 +210,7 @@ class WholeStream(PassState):
     `_keep_path` keeps some of them.
     """
 
-    recalls_alike = True
+    recalls_alike = parts = True
 
     @abstractmethod
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
@@ -270,6 +290,14 @@ class FullStream(WholeStream):
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
         super().__init__(stream, geometry, model, device)
         self._state = FullState(geometry.layers)
+
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
+        taken: Any = super().snapshot(stream, pause)
+        taken._state = self._state.lent()
+        return taken  # type: ignore[no-any-return]
+
+    def _answered(self, taken: Any) -> None:
+        self._state.given_back(taken._state)
 
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         self._state.append(layer, key, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -120,6 +120,10 @@ class LiveMemory(TokenMemory):
         found = (best[:, None] * size + torch.arange(size, device=best.device)).flatten()
         rest = torch.arange(pages * size, held.column.shape[0], device=best.device)
         return torch.cat([found, rest]), begin
+
+    def _answered(self, taken: Any) -> None:
+        super()._answered(taken)
+        self._pages, self._questions = taken._pages, taken._questions
 
     def counters(self) -> dict[str, float]:
         own = {"pages": float(self._pages), "questions": float(self._questions)}

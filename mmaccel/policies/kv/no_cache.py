@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,8 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, check_least
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.memory.kv import FrameState, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.frames import FrameState
+from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import Full
 
@@ -84,6 +86,13 @@ class _Frames(FrameState):
             if len(self._held) > self.most:
                 self._stride *= 2
                 self._held = {n: held for n, held in self._held.items() if n % self._stride == 0}
+
+    parts = True
+
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState:
+        taken = copy.copy(self)
+        taken._held = dict(self._held)
+        return taken
 
     def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
         numbers = list(self._held)

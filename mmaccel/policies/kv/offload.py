@@ -79,7 +79,8 @@ class OffloadStream(WholeStream):
             self._heads = [None] * len(self._heads)
         if columns <= self.length() - self._extra:
             self._turns = [None] * len(self._turns)
-        self.store.cut(max(0, columns - self.stream.head) // self.stream.unit)
+        if self._main is None:
+            self.store.cut(max(0, columns - self.stream.head) // self.stream.unit)
 
     def _keep_path(self, start: int, path: Tensor) -> None:
         for pair in self._turns:

@@ -69,6 +69,10 @@ class ProxyMemory(TokenMemory):
 
     FACTS: ClassVar = {"chosen": int, "whole": int, "merged": float, "prototypes": float}
 
+    @property
+    def parts(self) -> bool:  # type: ignore[override]
+        return self.policy.similar is None  # what comes may take the place of units that wait
+
     # Units that have come, and the last of them [n, P, E], one like the other, with which the next may be merged.
     _come = 0
     _open: Tensor | None = None
@@ -176,8 +180,8 @@ class ProxyMemory(TokenMemory):
         told = checkpoint_io.read_json(folder / "open.json", {"come": int, "rows": int})
         self._come = told["come"]
         if told["rows"]:
-            shape = (told["rows"], self.stream.unit, self.geometry.hidden)
-            wanted = {"features": (shape, self.stream.dtype)}
+            # Visual tokens alone, and what a model adds to layers beside them.
+            wanted = {"features": ((told["rows"], -1, -1), self.stream.dtype)}
             self._open = checkpoint_io.read_tensors(folder / "open.safetensors", wanted, self.device)[
                 "features"
             ]

@@ -1,0 +1,206 @@
+"""How a session takes in frames: clip by clip, each wholly or not at all, while questions are answered in between."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.attach import StreamAdapter
+from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
+from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
+from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.streams.parts import Clip
+from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
+from mmaccel.core.turns import Turns
+
+Progress = Callable[[int, int | None], None]
+How = Literal["watch", "ingest"]
+
+
+class Intake:
+    """A stream that takes in frames. Threads hold, in this order:
+
+    _source  while a call of `watch` or `ingest` lasts, so that the frames of two calls do not mix
+    _stream  while a clip is taken in, and while the stream is saved, loaded or closed
+    _asking  while a question is answered; a clip that fails waits for it before it is taken back
+    the model's `turns`, for one pass of frames, one token, or some layers of a question
+    """
+
+    recipe: Recipe
+    _kv: StreamPolicy
+    _stream_adapter: StreamAdapter
+    _processor: Any
+    _live: StreamRunner | None = None
+    _closed = False
+
+    def __init__(self) -> None:
+        self._source, self._stream, self._asking = Turns(), Turns(), Turns()
+        self._cancelled = threading.Event()
+
+    @property
+    def frames(self) -> int:
+        """Frames watched."""
+        return 0 if self._live is None else len(self._live.info.times)
+
+    def deadline(self, timeout: float | None) -> Deadline:
+        """The end of a call that begins now; `cancel` ends it too."""
+        return Deadline(timeout, self._cancelled)
+
+    def cancel(self) -> None:
+        """Ask all running and waiting calls of `watch` and `ask` to end, from any thread; return at once.
+
+        `ask` returns the tokens generated so far (`finish_reason` "cancelled"); `watch` keeps the frames that the model has
+        read. Later calls run as usual.
+        """
+        cancelled, self._cancelled = self._cancelled, threading.Event()
+        cancelled.set()
+
+    @contextmanager
+    def _working(self, *turns: Turns, deadline: Deadline | None = None) -> Iterator[None]:
+        """Hold `turns` while the session is open."""
+        # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode. A memory has
+        # keys and values of the weights' type, whatever autocast makes of a product.
+        exact = torch.autocast(self._stream_adapter.device.type, enabled=False)
+        with ExitStack() as stack:
+            for one in turns:
+                stack.enter_context(one.holding(deadline))
+            with torch.inference_mode(False), torch.no_grad(), exact:
+                if self._closed:
+                    raise ModelError("the session is closed; open a new one, or resume a saved one.")
+                yield
+
+    def take_in(
+        self,
+        how: How,
+        video: Any,
+        times: Sequence[float] | Tensor | None,
+        fps: float | None,
+        progress: Progress | None,
+        deadline: Deadline,
+    ) -> int:
+        """`watch` or `ingest`, by `deadline`. Raises `RecipeError` where the memory does not ingest."""
+        if how == "ingest" and not self._kv.ingests:
+            raise RecipeError(f"kv {self._kv.name!r} does not ingest (ingests is not True); use watch.")
+        if fps is not None and not 0 < fps < math.inf:
+            raise ModelError(f"fps: {fps!r}; give a positive number of frames a second.")
+        given = None if times is None else [float(moment) for moment in times]
+        if given is not None and not all(map(math.isfinite, given)):
+            raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
+        # Times are given for all frames of a call: all are taken in, or none.
+        apart = given is None and how == "watch"
+        each, every = (self._whole, nullcontext) if apart else (nullcontext, partial(self._whole, how))
+        done, part, over = 0, False, None
+        try:
+            with (
+                self._working(self._source, deadline=deadline),
+                every(),
+                closing(self._stream_adapter.clips(video, fps, deadline.check)) as clips,
+            ):
+                if how == "ingest":
+                    self._stream_adapter.attention.meter.clear()
+                try:
+                    for clip in clips:
+                        with each():
+                            taken = self._take(how, clip, given, done, progress, deadline)
+                            if not clip.part and (how == "watch" or taken == len(clip.frames)):
+                                self._rest()
+                        done, part = done + taken, clip.part
+                        if taken < len(clip.frames):
+                            over = deadline.over()
+                            break
+                except Ended as end:  # while frames were awaited
+                    over = end.reason
+                if over is not None and how == "ingest":
+                    done = 0
+                    raise Ended(over)
+                if given is not None and over is None and done != len(given):
+                    raise ModelError(
+                        f"times: there are {len(given)} for {done} frames; give one for each frame."
+                    )
+                if part:
+                    self._rest()
+        except Ended as end:  # while the call waited for its turn
+            over = end.reason
+        except Exception as error:
+            if done and apart:
+                tell_kept(error, done)
+            raise
+        if over is not None:
+            why = "it reached its timeout" if over == "timeout" else "it was cancelled"
+            warn(f"{how}: {why}; it took in {done} frames and left out the rest.")
+        return done
+
+    def _rest(self) -> None:
+        """Tell the memory that no more frames come for now."""
+        if self._live is not None:
+            with self._stream_adapter.turns.holding():
+                self._live.state.idle()
+                self._live.beside.idle()
+
+    @contextmanager
+    def _whole(self, how: How = "watch") -> Iterator[None]:
+        """After an error inside, restore the stream as it was before. Questions wait for the end of an ingestion, and where
+        a draft watches the stream, frames for that of an answer."""
+        draft = self.recipe.draft
+        alone = how == "ingest" or (draft.active and "video" in draft.needs)
+        turns = self._stream_adapter.turns
+        with self._working(self._stream, *([self._asking] if alone else [])):
+            before = self._live
+            with turns.holding():
+                mark = None if before is None else before.mark()
+            try:
+                yield
+            except BaseException:
+                with self._asking.holding(), turns.holding():
+                    if before is not None:
+                        before.back(mark)
+                    elif self._live is not None:
+                        self._live.close()
+                    self._live = before
+                raise
+
+    def _take(
+        self,
+        how: How,
+        clip: Clip,
+        given: list[float] | None,
+        done: int,
+        progress: Progress | None,
+        deadline: Deadline,
+    ) -> int:
+        count, live, watched, turns = clip.frames.shape[0], self._live, 0, self._stream_adapter.turns
+        shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
+        if live is None:
+            parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
+            with turns.holding():
+                live = self._live = StreamRunner.begin(*parts, timed)
+                live.beside = self._beside()
+
+        def tell(through: int) -> None:
+            nonlocal watched
+            some, watched = slice(watched, through), through
+            with turns.holding():
+                live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed)
+            if progress is not None:
+                progress(done + through, None if clip.part else done + count)
+
+        taken = live.take(clip.frames, shown, tell, deadline, ingest=how == "ingest")
+        if not self.frames:
+            live.close()
+            self._live = None
+        return taken
+
+    def _beside(self) -> CarefulDraftStream:
+        """The stream of the draft, where it asks for one."""
+        draft, told = self.recipe.draft, Watching(self._processor, self._kv, self.recipe.chunk)
+        watches = draft.active and "video" in draft.needs
+        return CarefulDraftStream(partial(draft.watch, self._stream_adapter.view, told) if watches else None)

@@ -1,0 +1,131 @@
+"""Units of a stream with what a prompt writes beside each frame, such as its time: as many tokens for every unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import TEXT, TokenLayout
+from mmaccel.core.streams.parts import Moment
+from mmaccel.models.stream import HFStreamAdapter
+
+Around = tuple[list[int], list[int]]
+"""Ids before and behind the visual tokens of a unit."""
+
+
+class Written:
+    """What a processor writes beside the units of a stream, whose prompt has `head` and `tail` around the video's place.
+
+    ids(moment)  before and behind a unit. Unit 0 begins with the last tokens of the head where units have a sign between
+                 them, so that all are of one length
+    head, tail   without what the units have of them
+    """
+
+    def __init__(
+        self, family: Any, model: nn.Module, processor: Any, head: list[int], tail: list[int]
+    ) -> None:
+        self._family, self._config, self._tokenizer = family, model.config, processor.tokenizer
+        (first, _), (later, after) = self._plain((0, [0.0])), self._plain((1, [1.0]))
+        if head[-1:] == later[-1:] and tail[:1] == after[:1]:
+            # What a template has around the place stands around each frame; releases differ in whether it also stays.
+            marks = [processor.decode(ids, skip_special_tokens=False) for ids in (head[-1:], tail[:1])]
+            frames = torch.zeros(family.pace(model), 3, 64, 64, dtype=torch.uint8)
+            made = processor(processor.video_token.join(marks), videos=[frames], add_special_tokens=False)
+            if int(made["input_ids"][0, 0]) != head[-1]:
+                head, tail = head[:-1], tail[1:]
+        at = len(head) - (len(later) - len(first))
+        self.head, self.tail, self._lead = head[:at], tail, head[at:]
+        self.length = len(later), len(after)
+
+    def _plain(self, moment: Moment) -> Around:
+        before, after = self._family.beside(self._config, *moment)
+        return self._ids(before), self._ids(after)
+
+    def _ids(self, pieces: Sequence[str | int]) -> list[int]:
+        ids: list[int] = []
+        for piece in pieces:
+            whole = isinstance(piece, int)
+            ids += [piece] if whole else self._tokenizer(piece, add_special_tokens=False)["input_ids"]  # type: ignore[list-item]
+        return ids
+
+    def ids(self, moment: Moment) -> Around:
+        before, after = self._plain(moment)
+        before = before if moment[0] else self._lead + before
+        if (len(before), len(after)) != self.length:
+            raise ModelError(
+                f"the tokenizer writes {self._tokenizer.decode(before)!r} in {len(before)} tokens and other times in "
+                f"{self.length[0]}, and a memory of streams has units of one length; use the model's own tokenizer."
+            )
+        return before, after
+
+
+def spoken(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
+    """`features` [n, P, E] of units with the embeddings of the words `around` each; see `StreamModel.spoken`."""
+    whole, wide = [], features.shape[2]
+    for side in zip(*around, strict=True):
+        ids = torch.tensor(side, dtype=torch.long, device=features.device)
+        rows = words(ids.flatten()).unflatten(0, ids.shape) if ids.numel() else features[:, :0]
+        whole.append(torch.nn.functional.pad(rows, (0, wide - rows.shape[2])))
+    return torch.cat([whole[0], features, whole[1]], 1)
+
+
+def spaced(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
+    """Of the video at the columns `mine` [S]: the frames of its longest part in which one frame follows another at the same
+    distance, the tokens of words before each of these, and the columns at which the part begins and ends."""
+    text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
+    numbers, sizes = frame[frame >= 0].unique_consecutive(return_counts=True)
+    starts = [int((frame == number).nonzero()[0, 0]) for number in numbers]
+    gaps, first, best = [b - a for a, b in pairwise(starts)], 0, range(min(1, len(starts)))
+    for _, same in groupby(gaps):
+        last = first + len(list(same))
+        best, first = max(best, range(first, last + 1), key=len), last
+    words = gaps[best[0]] - int(sizes[0]) if len(best) > 1 else 0
+    begin = starts[best[0]] - words
+    if begin < 1 or not all(text[begin : begin + words]):
+        best = best[1:]  # what stands before the first is less
+    return best, words, (starts[best[0]] - words, starts[best[-1]] + int(sizes[0]))
+
+
+class WrittenStream(HFStreamAdapter):
+    """A model of a family that is `stamped`, and its processor."""
+
+    @cached_property
+    def _written(self) -> Written:
+        return Written(self.family, self.model, self.processor, *super()._chat(""))
+
+    @property
+    def _words(self) -> int:  # type: ignore[override]
+        return sum(self._written.length)
+
+    def _chat(self, question: str) -> tuple[list[int], list[int]]:
+        less = len(super()._chat("")[1]) - len(self._written.tail)
+        return self._written.head, super()._chat(question)[1][less:]
+
+    def _shown(self, inputs: Mapping[str, Any], times: Sequence[float]) -> Tensor:
+        if not self._words:
+            return super()._shown(inputs, times)
+        ids, pace, shown = inputs["input_ids"], self.frames_a_step, list[int]()
+        visual = [token for token in ids[0].tolist() if token in self.family.placeholders(self.model)]
+        each = len(visual) * pace // len(times)
+        for first in range(0, len(times), pace):
+            before, after = self._written.ids((first, times[first : first + pace]))
+            shown += [*before, *visual[:each], *after]
+        return torch.tensor([shown], device=ids.device)
+
+    def _pixels(self, frames: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
+        made = super()._pixels(frames, size)
+        if self.family.frame_size(self.model, made) == size:
+            return made
+        # The processor has a budget for a whole video, which a stream is not: each unit for itself.
+        each = [super(WrittenStream, self)._pixels(unit, size) for unit in frames.split(self.frames_a_step)]
+        rows = [self.family.by_frame(self.model, one)[0] for one in each]
+        return self.family.by_frame(self.model, each[0])[1](torch.cat(rows))  # type: ignore[no-any-return]
+
+    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+        return spoken(self.words, features, [self._written.ids(moment) for moment in moments])

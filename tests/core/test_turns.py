@@ -1,0 +1,121 @@
+"""Turns are given in the order in which threads asked, and back to who gave way."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.turns import Turns
+
+
+def until(turns: Turns, waiting: int) -> None:
+    end = time.monotonic() + 10
+    while len(turns._waiting) < waiting:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def beside(*works: object) -> list[threading.Thread]:
+    threads = [threading.Thread(target=work) for work in works]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_turns_come_in_the_order_of_asking() -> None:
+    turns, order = Turns(), list[str]()
+
+    def work(name: str) -> None:
+        with turns.holding():
+            order.append(name)
+
+    with turns.holding(), turns.holding():
+        threads = []
+        for number, name in enumerate("abc"):
+            threads += beside(lambda name=name: work(name))
+            until(turns, number + 1)
+        turns.give_way()
+        order.append("first")
+        assert order == ["a", "b", "c", "first"]
+        threads += beside(lambda: work("d"))
+        until(turns, 1)
+    for thread in threads:
+        thread.join(10)
+    assert order[-1] == "d" and turns._holder is None
+
+
+def test_who_holds_nothing_gives_no_way() -> None:
+    turns = Turns()
+    turns.give_way()
+    with turns.holding():
+        turns.give_way()
+        assert turns._holder == threading.get_ident()
+    assert turns._holder is None
+
+
+def test_one_pass_at_a_time_stands_still() -> None:
+    """The pass that stands still is gone on with before another one would stand still."""
+    turns, order = Turns(), list[str]()
+
+    def inner() -> None:
+        with turns.holding():
+            beside(third)
+            until(turns, 2)
+            turns.give_way(inside=True)
+            order.append("inner")
+
+    def third() -> None:
+        with turns.holding():
+            order.append("third")
+
+    with turns.holding():
+        threads = beside(inner)
+        until(turns, 1)
+        turns.give_way(inside=True)
+        order.append("outer")
+        turns.give_way(inside=True)
+    threads[0].join(10)
+    assert order == ["inner", "outer", "third"]
+
+
+def test_a_deadline_ends_the_wait_and_leaves_the_queue() -> None:
+    turns, ended = Turns(), list[str]()
+
+    def late() -> None:
+        try:
+            with turns.holding(Deadline(0.05)):
+                ended.append("held")
+        except Ended as end:
+            ended.append(end.reason)
+
+    with turns.holding():
+        for thread in beside(late):
+            thread.join(10)
+        assert ended == ["timeout"] and not turns._waiting
+    with pytest.raises(Ended):
+        deadline = Deadline()
+        deadline.cancel()
+        with turns.holding(deadline):
+            pass
+    with turns.holding(Deadline(5)) as waited:
+        assert waited < 1
+
+
+def test_many_threads_lose_no_turn() -> None:
+    turns, counts = Turns(), [0]
+
+    def work() -> None:
+        for _ in range(200):
+            with turns.holding(Deadline(30)):
+                seen = counts[0]
+                turns.give_way()
+                counts[0] = counts[0] + 1
+                assert counts[0] > seen
+
+    threads = beside(*[work] * 8)
+    for thread in threads:
+        thread.join(30)
+    assert counts == [1600] and turns._holder is None and not turns._waiting

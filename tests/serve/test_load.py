@@ -183,14 +183,20 @@ def test_a_client_that_leaves_ends_its_answer(served: Served, recipe: str, strea
     model.generation_config.eos_token_id = 10**6  # it never ends by itself
     served.engine.processor.decode = noted
     try:
-        asked = json.dumps(
-            body("Describe.", 3, stream=streamed, max_tokens=1500, mmaccel={"recipe": recipe})
-        ).encode()
+        asked, path = body("Describe.", 3, stream=streamed, max_tokens=1500, mmaccel={"recipe": recipe}), CHAT
+        streams = served.app.state.streams
+        if recipe == "stream":
+            with served.client() as client:
+                path = f"{SESSIONS}/{client.post(SESSIONS, json={}).json()['id']}/ask"
+                client.post(path.replace("ask", "frames"), json={"frames": list(jpegs()[:3]), "fps": 1})
+            asked = {"question": "Describe.", "stream": streamed, "max_tokens": 1500}
+        written = json.dumps(asked).encode()
         one = raw(served)
-        one.sendall(head(len(asked)) + asked)
+        one.sendall(head(len(written), path) + written)
         eventually(lambda: len(tokens) > 5)
         one.close()
         eventually(lambda: served.engine.turns._free == served.engine.settings.limits.at_once, 8)
+        eventually(lambda: not any(one.busy for one in streams._open.values()), 8)
         assert len(tokens) < 600
     finally:
         model.generation_config.eos_token_id = eos

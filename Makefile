@@ -64,6 +64,12 @@ test-stock: $(STAMP)
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[stock]'
 	$(TEST_ENV) $(PY) bench/stock.py run "$(STOCK)" --source "$(SOURCE)" --out "$(STOCK_OUT)"
 
+# The page of `make serve` in a browser, which is found, or installed where apt-get may.
+test-page: $(STAMP)
+	@command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y -qq --no-install-recommends chromium \
+		|| { echo "error: no chromium is here and none could be installed; page tests did not run." >&2; exit 2; }
+	$(TEST_ENV) $(PY) -m pytest tests/serve/test_page.py -m page
+
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

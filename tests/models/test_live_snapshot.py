@@ -3,6 +3,7 @@ kept of them: every memory, bit for bit."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 import mmaccel
+from tests.models import test_stream_families
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session
 
 BEFORE, MEANWHILE, TOKENS = 14, 50, 200
-COMING = torch.cat([film(25), film(25, seed=5)])
+HYBRID = "qwen3_5"
+"""A model some of whose layers carry states."""
 LONG = " ".join([QUESTION] * 12)
 MEMORIES: dict[str, dict[str, Any]] = {
     **every_stream(frames=4, window=6),
@@ -34,17 +37,24 @@ MEMORIES: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def shots(name: str) -> torch.Tensor:
+    """Frames watched before the question, and meanwhile."""
+    if name == HYBRID:
+        return test_stream_families.film(BEFORE + MEANWHILE, name)[: BEFORE + MEANWHILE]
+    return torch.cat([film(BEFORE, seed=4), film(25), film(25, seed=5)])
+
+
 def opened(name: str, kv: Any) -> mmaccel.VideoSession:
-    session = open_session(name, kv)
+    session = test_stream_families.session(name, kv) if name == HYBRID else open_session(name, kv)
     session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
-    session.watch(film(BEFORE, seed=4), fps=FPS)
+    session.watch(shots(name)[:BEFORE], fps=FPS)
     return session
 
 
-def frame_by_frame(session: mmaccel.VideoSession) -> Iterator[None]:
-    """Takes in the frames that follow, one for each `next`, as another thread does."""
-    for number in range(MEANWHILE):
-        frame = COMING[number : number + 1]
+def frame_by_frame(session: mmaccel.VideoSession, frames: torch.Tensor) -> Iterator[None]:
+    """Takes in `frames` one by one in other threads, each until it is taken in."""
+    for frame in frames.split(1):
         errors: list[BaseException] = []
 
         def watch(frame: Any = frame, errors: list[BaseException] = errors) -> None:
@@ -71,23 +81,27 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(one.relative_to(data)): one.read_bytes() for one in sorted(data.rglob("*")) if one.is_file()}
 
 
-@pytest.mark.parametrize("question", [QUESTION, LONG], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "question", [QUESTION, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"]
+)
 @pytest.mark.parametrize("kv", MEMORIES, ids=str)
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize(
+    "name", ["random-ov", *(pytest.param(n, marks=pytest.mark.slow) for n in ("random-qwen", HYBRID))]
+)
 def test_frames_meanwhile(
     name: str, kv: str, question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(name, MEMORIES[kv]) as quiet:
         alone = quiet.ask(question, TOKENS)
         again = quiet.ask(question, 4)
-        for number in range(MEANWHILE):
-            quiet.watch(COMING[number : number + 1], fps=FPS)
+        for frame in shots(name)[BEFORE:].split(1):
+            quiet.watch(frame, fps=FPS)
         later = quiet.ask(question, 20)
         quiet.save(tmp_path / "quiet")
     assert len(alone.ids) == TOKENS and again.ids == alone.ids[:4]
     with opened(name, MEMORIES[kv]) as session:
         turns = session._stream_adapter.turns
-        give_way, coming, ways = turns.give_way, frame_by_frame(session), [0, 0]
+        give_way, coming, ways = turns.give_way, frame_by_frame(session, shots(name)[BEFORE:]), [0, 0]
 
         def often(inside: bool = False) -> None:
             """A frame comes at each layer, and at every third token."""

@@ -52,7 +52,6 @@ ONLY_IN = {
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "httpcore2"), ("serve/",)
     ),
-    "anyio": ("serve/",),
 }
 LONGEST, LONGEST_OF_KERNELS = 400, 600
 

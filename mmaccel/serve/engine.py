@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anyio import CapacityLimiter, to_thread
 from torch import nn
 
 from mmaccel.core.attach import Accelerated, accelerate
-from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Evidence
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, stream_policy
+from mmaccel.core.streams.live import ended_with, threaded
+from mmaccel.media.video import Video
 from mmaccel.models import load_processor
 from mmaccel.serve import sources
 from mmaccel.serve.kept import Kept, KeptVideos
-from mmaccel.serve.messages import ChatRequest, ImagePart, Sampling, Text, VideoPart
+from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Refused, Settings
 from mmaccel.serve.speech import Cutter, Speech
@@ -37,6 +38,7 @@ from mmaccel.serve.turns import Turns
 
 log = logging.getLogger("mmaccel.serve")
 Put = Callable[[str], None]
+OUT_OF_MEMORY = "out_of_memory"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,18 @@ class Completion:
     recipe: str
     report: Mapping[str, Any] = field(repr=False)
     evidence: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request under way: its recipe, its sources, the tokens of an answer at most, and what gets the pieces of text."""
+
+    request: ChatRequest
+    recipe: str
+    fetched: list[sources.Fetched]
+    most: int
+    put: Put
+    deadline: Deadline
 
 
 class Engine:
@@ -79,8 +93,6 @@ class Engine:
         self._fetching: dict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, settings.limits.fetching)
         )
-        # Of their own: a source that is slow, or a long prompt, keeps no other kind of work waiting.
-        self._threads = CapacityLimiter(64)
         self._idle: dict[str, queue.LifoQueue[Accelerated]] = defaultdict(queue.LifoQueue)
         self._made: dict[str, int] = defaultdict(int)
         self._making, self._drawing = threading.Lock(), threading.Lock()
@@ -109,50 +121,49 @@ class Engine:
 
     async def complete(self, request: ChatRequest, caller: str, put: Put) -> Completion:
         """The answer to `request`; `put` gets its text as it comes, in any thread."""
-        name = self.recipe(request.model, request.mmaccel.recipe)
-        end = time.monotonic() + self.settings.limits.seconds
-        most = self._most(request)
-        self._check(request)
-        began, first = time.monotonic(), list[float]()
+        deadline, first = Deadline(self.settings.limits.seconds), list[float]()
 
         def told(piece: str) -> None:
             if not first:
-                first.append(time.monotonic() - began)
+                first.append(time.perf_counter() - deadline.began)
             put(piece)
 
+        name, most = self.recipe(request.model, request.mmaccel.recipe), self._checked(request)
         with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
             fetched = await self._fetched(request, caller, Path(folder))
+            asked = Asked(request, name, fetched, most, told, deadline)
             async with self.turns.turn(caller):
-                with self.out_of_memory():
-                    if (asked := self._alone(request, name)) is not None:
-                        key = caller, name, fetched[0].digest, request.fps, request.frames
-                        whole = partial(self._read, fetched[0], request)
-                        async with self.kept.open(key, partial(self._keep, whole, name)) as kept:
-                            done = await self._answered(kept, name, asked, request, most, told, end)
-                    else:
-                        done = await self._generated(name, fetched, request, most, told, end)
-        draft = done.report["draft"]
+                try:
+                    with self.out_of_memory():
+                        done = await self._done(asked, caller)
+                except Ended:
+                    seconds = self.settings.limits.seconds
+                    raise Refused(
+                        408, f"its video was not read within {seconds:g} s; ask for fewer frames."
+                    ) from None
+                except Refused as error:
+                    if error.code == OUT_OF_MEMORY:
+                        await self.kept.shrink(0)
+                    raise
         self.metrics.prompt.inc(done.prompt_tokens)
-        self.metrics.answered(
-            first[0] if first else None, done.report["tokens_per_s"], done.new_tokens, draft
-        )
+        figures = done.report["tokens_per_s"], done.new_tokens, done.report["draft"]
+        self.metrics.answered(first[0] if first else None, *figures)
         return done
 
-    def _most(self, request: Sampling) -> int:
-        most = request.max_completion_tokens or request.max_tokens or MAX_NEW_TOKENS
-        if most > (limit := self.settings.limits.new_tokens):
-            raise Refused(400, f"max_tokens: {most} is more than the {limit} of this server; ask for fewer.")
-        return most
-
-    def _check(self, request: ChatRequest) -> None:
-        limits = self.settings.limits
-        parts = [part for message in request.messages for part in message.parts()]
-        if sum(len(part.text) for part in parts if isinstance(part, Text)) > limits.text:
-            raise Refused(413, f"messages: their text has more than {limits.text} characters; write less.")
-        if not any(not isinstance(part, Text) or part.text.strip() for part in parts):
+    def _checked(self, request: ChatRequest) -> int:
+        """How many tokens an answer may have. Raises `Refused` or `ModelError` for what is too much, or nothing."""
+        limits, parts = self.settings.limits, [one for message in request.messages for one in message.parts()]
+        texts = [part.text for part in parts if isinstance(part, Text)]
+        if len(texts) == len(parts) and not any(map(str.strip, texts)):
             raise ModelError("messages: they are empty; ask something.")
-        if sum(not isinstance(part, Text) for part in parts) > limits.visuals:
+        if sum(map(len, texts)) > limits.text:
+            raise Refused(413, f"messages: their text has more than {limits.text} characters; write less.")
+        if len(parts) - len(texts) > limits.visuals:
             raise Refused(413, f"messages: there are more than {limits.visuals} videos and images.")
+        most = request.max_completion_tokens or request.max_tokens or MAX_NEW_TOKENS
+        if most > limits.new_tokens:
+            raise Refused(400, f"max_tokens: {most} is more than the {limits.new_tokens} of this server.")
+        return most
 
     async def _fetched(self, request: ChatRequest, caller: str, folder: Path) -> list[sources.Fetched]:
         """The sources of a request, in order."""
@@ -168,140 +179,121 @@ class Engine:
     async def fetch(self, url: str, kind: sources.Kind, caller: str, folder: Path) -> sources.Fetched:
         """What stands at `url`; a caller has few sources under way."""
         async with self._fetching[caller]:
-            work = partial(sources.fetch, url, kind, folder, self.settings)
-            return await to_thread.run_sync(work, limiter=self._threads)
+            return await threaded(partial(sources.fetch, url, kind, folder, self.settings))
 
-    async def thread(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives, in a thread."""
-        return await to_thread.run_sync(work, limiter=self._threads)
+    def read(
+        self, source: sources.Fetched, fps: float | None, frames: int | None, deadline: Deadline
+    ) -> Video:
+        """The frames of a video. Raises `Ended` when the deadline comes before they are decoded."""
+        deadline.check()
+        limits = self.settings.limits
+        return sources.video(source, self.processor, limits, fps, frames, lambda done, of: deadline.check())
 
-    def _read(self, source: sources.Fetched, request: ChatRequest) -> Any:
-        return sources.video(source, self.processor, self.settings.limits, request.fps, request.frames)
+    async def _done(self, asked: Asked, caller: str) -> Completion:
+        question, request = self._alone(asked), asked.request
+        if question is None:
+            speech = Speech(self.processor.decode, request.stops, asked.put, asked.deadline)
+            # The model is left before the turn goes on to the next one.
+            return await ended_with(threaded(partial(self._generate, asked, speech)), asked.deadline)
+        key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
+        async with self.kept.open(key, partial(self._keep, asked)) as kept:
+            return await self._answered(kept, asked, question)
 
     # Videos whose memory is kept.
 
-    def _alone(self, request: ChatRequest, name: str) -> str | None:
+    def _alone(self, asked: Asked) -> str | None:
         """The question of a request that is one on a single video, greedily, under a memory of streams."""
-        parts = request.messages[0].parts()
-        fits = len(request.messages) == 1 and request.messages[0].role == "user" and request.greedy
+        first, *more = asked.request.messages
+        parts = first.parts()
         # A pruner acts on what a stream recalls, and in `generate` on the prompt.
-        plain = self.recipes[name].prune is None
-        if not (fits and plain and len(parts) == 2 and name in self.streams()):
+        fits = asked.recipe in self.streams() and self.recipes[asked.recipe].prune is None
+        if more or first.role != "user" or not asked.request.greedy or not fits or len(parts) != 2:
             return None
         video, text = parts
         return text.text if isinstance(video, VideoPart) and isinstance(text, Text) else None
 
-    async def _keep(self, read: Callable[[], Any], name: str) -> Kept:
-        video = await self.thread(read)
-        kept = Kept(self.model, self.processor, self.recipes[name], self.settings.limits)
+    async def _keep(self, asked: Asked) -> Kept:
+        request, deadline = asked.request, asked.deadline
+        reading = partial(self.read, asked.fetched[0], request.fps, request.frames, deadline)
+        video = await ended_with(threaded(reading), deadline)
+        kept = Kept(self.model, self.processor, self.recipes[asked.recipe], self.settings.limits)
         try:
             stored = isinstance(kv := kept.recipe.kv, StreamPolicy) and kv.ingests
-            await (kept.session.ingest(video) if stored else kept.session.watch(video))
+            call = kept.session.ingest if stored else kept.session.watch
+            if await call(video, timeout=deadline.left()) < len(video):
+                raise Ended("timeout")
+            await threaded(partial(kept.pictures.add, 0, video.frames))
         except BaseException:
             await kept.session.close()
             raise
-        await self.thread(partial(kept.pictures.add, 0, video.frames))
         return kept
 
-    async def _answered(
-        self, kept: Kept, name: str, question: str, request: ChatRequest, most: int, put: Put, end: float
-    ) -> Completion:
-        wanted, cutter, text = request.mmaccel, Cutter(request.stops), ""
-        left = max(0.01, end - time.monotonic())
-        reply = kept.session.ask(question, most, timeout=left, evidence=wanted.evidence)
+    async def _answered(self, kept: Kept, asked: Asked, question: str) -> Completion:
+        wanted, cutter, text = asked.request.mmaccel, Cutter(asked.request.stops), ""
+        left = max(0.01, asked.deadline.left() or 0.0)
+        reply = kept.session.ask(question, asked.most, timeout=left, evidence=wanted.evidence)
         async for piece in reply:
             text += piece
             if said := cutter.grown(text):
-                put(said)
+                asked.put(said)
             if cutter.stopped:
                 await reply.aclose()
                 break
         if said := cutter.grown(text, whole=True):
-            put(said)
+            asked.put(said)
         report, answer = kept.session.report().to_dict(), reply.answer
-        if answer is None:
-            new, reason, found = report["new_tokens"], "stop", tuple[Evidence, ...]()
-        else:
-            new, reason, found = len(answer.ids), answer.finish_reason, answer.evidence
+        found = () if answer is None else answer.evidence
         evidence = kept.told(found, wanted.thumbnails) if wanted.evidence else None
-        return Completion(cutter.said, reason, report["prompt_tokens"], new, name, report, evidence)
+        new = report["new_tokens"] if answer is None else len(answer.ids)
+        reason = "stop" if answer is None else answer.finish_reason
+        rows = report["prompt_tokens"]
+        return Completion(cutter.said, reason, rows, new, asked.recipe, report, evidence)
 
     # All others.
 
-    async def _generated(
-        self,
-        name: str,
-        fetched: list[sources.Fetched],
-        request: ChatRequest,
-        most: int,
-        put: Put,
-        end: float,
-    ) -> Completion:
-        decode = partial(self.processor.decode, skip_special_tokens=True)
-        speech = Speech(decode, request.stops, put, end)
-        work = partial(self._generate, name, fetched, request, most, speech, end)
-        task = asyncio.ensure_future(self.thread(work))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            # The model is left before the turn goes on to the next one.
-            speech.cancelled.set()
-            await asyncio.wait([task])
-            raise
-
-    def _generate(
-        self,
-        name: str,
-        fetched: list[sources.Fetched],
-        request: ChatRequest,
-        most: int,
-        speech: Speech,
-        end: float,
-    ) -> Completion:
-        place = next(self.model.parameters())
-        inputs = self.processor.chat(self._content(request, fetched), device=place.device, dtype=place.dtype)
-        if speech.over:
-            raise ModelError("the request took too long before the model began; ask for fewer frames.")
-        how = {"max_new_tokens": most, "max_time": max(0.01, end - time.monotonic()), **request.options()}
+    def _generate(self, asked: Asked, speech: Speech) -> Completion:
+        request, deadline, place = asked.request, asked.deadline, next(self.model.parameters())
+        inputs = self.processor.chat(self._content(asked), device=place.device, dtype=place.dtype)
+        deadline.check()
+        how = {"max_new_tokens": asked.most, "max_time": deadline.left(), **request.options()}
         # Random numbers are the process's own: one draws at a time, and a seed gives the same again.
         drawing = nullcontext() if request.greedy else self._drawing
-        with self._copy_of(name) as fast, drawing, torch.no_grad():
+        with self._copy_of(asked.recipe) as fast, drawing, torch.no_grad():
             if request.seed is not None:
                 torch.manual_seed(request.seed)
             fast.generate(**inputs, streamer=speech, stopping_criteria=[speech.ended], **how)
             report = fast.report().to_dict()
-        over = time.monotonic() > end
+        over = deadline.over()
         speech.end()
-        ends = set(self._ends())
+        told: Any = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        told = self.processor.tokenizer.eos_token_id if told is None else told
+        ends = set(told) if isinstance(told, list | tuple) else {told}
         if speech.cutter.stopped or (speech.ids and speech.ids[-1] in ends):
             reason = "stop"
         else:
-            reason = "length" if len(speech.ids) >= most else "timeout" if over else "positions"
-        read = inputs["input_ids"].shape[1]
-        return Completion(speech.cutter.said, reason, read, len(speech.ids), name, report)
+            reason = "length" if len(speech.ids) >= asked.most else over or "positions"
+        rows = inputs["input_ids"].shape[1]
+        return Completion(speech.cutter.said, reason, rows, len(speech.ids), asked.recipe, report)
 
-    def _content(self, request: ChatRequest, fetched: list[sources.Fetched]) -> list[dict[str, Any]]:
-        left, limits = iter(fetched), self.settings.limits
+    def _content(self, asked: Asked) -> list[dict[str, Any]]:
+        """The messages as `Processor.chat` takes them."""
+        left, request = iter(asked.fetched), asked.request
 
         def piece(part: Text | ImagePart | VideoPart) -> dict[str, Any]:
             if isinstance(part, Text):
                 return {"type": "text", "text": part.text}
             if isinstance(part, ImagePart):
-                return {"type": "image", "image": sources.image(next(left), limits)}
-            return {"type": "video", "video": self._read(next(left), request)}
-
-        return [
-            {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": [piece(part) for part in message.parts()],
+                return {"type": "image", "image": sources.image(next(left), self.settings.limits)}
+            return {
+                "type": "video",
+                "video": self.read(next(left), request.fps, request.frames, asked.deadline),
             }
-            for message in request.messages
-        ]
 
-    def _ends(self) -> list[int]:
-        told: Any = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        told = self.processor.tokenizer.eos_token_id if told is None else told
-        return list(told) if isinstance(told, list | tuple) else [told]
+        roles = {"developer": "system"}
+        return [
+            {"role": roles.get(one.role, one.role), "content": [piece(part) for part in one.parts()]}
+            for one in request.messages
+        ]
 
     @contextmanager
     def _copy_of(self, name: str) -> Iterator[Accelerated]:
@@ -338,7 +330,7 @@ class Engine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise Refused(
-            503, "the device has no memory left for this request; ask for fewer frames.", "out_of_memory"
+            503, "the device has no memory left for this request; ask for fewer frames.", OUT_OF_MEMORY
         )
 
     async def close(self) -> None:

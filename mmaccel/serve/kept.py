@@ -86,7 +86,7 @@ class KeptVideos:
             yield kept
         finally:
             kept.users -= 1
-            await self._shrink()
+            await self.shrink(self._limits.kept)
 
     async def _kept(self, key: Hashable, make: Callable[[], Awaitable[Kept]]) -> Kept:
         while (found := self._videos.get(key)) is not None:
@@ -117,12 +117,12 @@ class KeptVideos:
         """What their memories hold."""
         return sum(one.bytes() for one in self._whole().values())
 
-    async def _shrink(self) -> None:
-        """Close what is too much and not in use."""
+    async def shrink(self, most: int) -> None:
+        """Close what is over `most` or the cap in bytes, and not in use."""
         whole = self._whole()
         held = sum(one.bytes() for one in whole.values())
         for key, one in whole.items():
-            if len(whole) <= self._limits.kept and held <= self._limits.kept_bytes:
+            if len(whole) <= most and held <= self._limits.kept_bytes:
                 break
             if not one.users and self._videos.pop(key, None) is not None:
                 whole = {k: v for k, v in whole.items() if k != key}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mmaccel.core.decoding.generate import Deadline
 
 
 class Cutter:
@@ -42,12 +42,15 @@ class Speech:
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stops: Sequence[str], put: Callable[[str], None], end: float
+        self,
+        decode: Callable[[list[int]], str],
+        stops: Sequence[str],
+        put: Callable[[str], None],
+        deadline: Deadline,
     ) -> None:
         self.ids: list[int] = []
         self.cutter = Cutter(stops)
-        self.cancelled = threading.Event()
-        self._decode, self._put, self._end, self._prompt = decode, put, end, True
+        self._decode, self._put, self._deadline, self._prompt = decode, put, deadline, True
 
     def put(self, value: Tensor) -> None:
         """The prompt, then [1] or [1, n] new tokens."""
@@ -63,11 +66,7 @@ class Speech:
         if piece := self.cutter.grown(self._decode(self.ids), whole):
             self._put(piece)
 
-    @property
-    def over(self) -> bool:
-        """Whether to say no more."""
-        return self.cutter.stopped or self.cancelled.is_set() or time.monotonic() > self._end
-
     def ended(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """[B] whether each sequence has ended."""
-        return torch.full((ids.shape[0],), self.over, dtype=torch.bool, device=ids.device)
+        over = self.cutter.stopped or self._deadline.over() is not None
+        return torch.full((ids.shape[0],), over, dtype=torch.bool, device=ids.device)

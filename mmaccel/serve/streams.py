@@ -18,10 +18,10 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import ValidationError
 
-from mmaccel.core.decoding.generate import Answer
+from mmaccel.core.decoding.generate import Answer, Deadline
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.recipe import stream_policy
-from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession
+from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, ended_with, threaded
 from mmaccel.serve import sources
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
@@ -124,7 +124,7 @@ class Streams:
                 raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
             make = partial(Kept, engine.model, engine.processor, engine.recipes[name], self.limits)
             with engine.out_of_memory():
-                kept = await engine.thread(make)
+                kept = await threaded(make)
                 if folder is not None:
                     await kept.session.load(folder)
         except BaseException:
@@ -164,8 +164,9 @@ class Streams:
             return await self.watch(stream, pieces, asked.times, asked.fps)
         with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
             source = await engine.fetch(asked.video_url.url, "video", stream.owner, Path(folder))
-            read = partial(sources.video, source, engine.processor, limits, asked.fps or 1.0)
-            video = await engine.thread(read)
+            deadline = Deadline(limits.seconds)
+            read = partial(engine.read, source, asked.fps or 1.0, None, deadline)
+            video = await ended_with(threaded(read), deadline)
         call = stream.session.ingest if asked.stored else stream.session.watch
         return await self._taken(stream, video.frames, partial(call, video))
 
@@ -173,7 +174,7 @@ class Streams:
         self, stream: Stream, pieces: list[bytes], times: list[float] | None, fps: float | None
     ) -> int:
         """Take in encoded frames."""
-        frames = await self.engine.thread(partial(sources.frames_of, pieces, self.limits))
+        frames = await threaded(partial(sources.frames_of, pieces, self.limits))
         return await self._taken(stream, frames, partial(stream.session.watch, frames, times=times, fps=fps))
 
     async def _taken(self, stream: Stream, frames: Any, call: Callable[[], Any]) -> int:
@@ -182,7 +183,7 @@ class Streams:
             first = stream.session.frames
             with self.engine.out_of_memory():
                 taken: int = await call()
-            await self.engine.thread(partial(stream.kept.pictures.add, first, frames[:taken]))
+            await threaded(partial(stream.kept.pictures.add, first, frames[:taken]))
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))
         return taken

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -17,7 +18,19 @@ import torch
 import mmaccel
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import Turns
-from tests.serve.conftest import KEY, OTHER, QUESTION, Served, frames_url, jpegs, running, text, video
+from tests.media.films import write_film
+from tests.serve.conftest import (
+    KEY,
+    OTHER,
+    QUESTION,
+    Served,
+    frames_url,
+    jpegs,
+    mp4_url,
+    running,
+    text,
+    video,
+)
 
 CHAT = "/v1/chat/completions"
 SESSIONS = "/v1/streaming/sessions"
@@ -280,3 +293,26 @@ def test_a_request_ends_with_its_time() -> None:
                 assert answer.json()["mmaccel"]["finish_reason"] == "timeout"
         finally:
             served.engine.model.generation_config.eos_token_id = eos
+
+
+@pytest.mark.parametrize("recipe", ["window", "mosaic"])
+def test_a_video_that_takes_too_long_to_read_ends_the_request(recipe: str, tmp_path: Path) -> None:
+    url = mp4_url(write_film(tmp_path / "long.mp4", 1500))
+    with running(Settings(limits=Limits(seconds=0.2))) as served:
+        late = served.chat([video(url), text()], mmaccel={"recipe": recipe, "fps": 10}, max_tokens=1)
+        assert late.status_code == 408 and "was not read within 0.2 s" in late.text
+        assert served.engine.turns._free == 2 and not served.engine.kept._videos
+
+
+def test_memory_that_is_short_lets_kept_videos_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as served:
+        ours = {"recipe": "mosaic"}
+        assert served.chat([video(frames_url(3)), text()], max_tokens=1, mmaccel=ours).status_code == 200
+        assert len(served.engine.kept._videos) == 1
+
+        def failing(*_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        monkeypatch.setattr(mmaccel.Accelerated, "generate", failing)
+        assert served.chat([text("hello")], mmaccel={"recipe": "window"}).status_code == 503
+        assert not served.engine.kept._videos

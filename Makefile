@@ -13,13 +13,15 @@ WORKERS ?= auto
 STEADY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
 # Options of `make bench`: BENCH='-k clustering --write "why it changed"'.
 BENCH ?=
+# Options of `make serve`.
+SERVE ?=
 # The worlds of `make demo`: so many, of seeds from this one on.
 WORLDS ?= 20
 SEED ?= 100
 SOURCE ?= $(notdir $(STOCK:/=))
 STOCK_OUT ?= runs/stock.jsonl
 
-.PHONY: install demo test test-numeric test-oldest test-stock check lint types house house-write train bench clean
+.PHONY: install serve demo test test-page test-numeric test-oldest test-stock check lint types house house-write train bench clean
 
 install: $(STAMP)
 
@@ -35,8 +37,12 @@ $(PY):
 $(STAMP): pyproject.toml lab/pyproject.toml $(CONSTRAINTS) | $(PY)
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --default-pip >/dev/null
 	$(PY) -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
-	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]' -e lab
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,serve]' -e lab
 	@touch $@
+
+# The server and its page at http://127.0.0.1:8000; SERVE='--model NAME --recipe mosaic'.
+serve: $(STAMP)
+	$(VENV)/bin/mmaccel serve $(SERVE)
 
 demo: $(STAMP)
 	$(VENV)/bin/mmaccel-lab demo --worlds $(WORLDS) --seed0 $(SEED)
@@ -57,6 +63,12 @@ test-stock: $(STAMP)
 	@test -n "$(STOCK)" || { echo "error: give STOCK=<a checkout of transformers with its tests>." >&2; exit 2; }
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[stock]'
 	$(TEST_ENV) $(PY) bench/stock.py run "$(STOCK)" --source "$(SOURCE)" --out "$(STOCK_OUT)"
+
+# The page of `make serve` in a browser, which is found, or installed where apt-get may.
+test-page: $(STAMP)
+	@command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y -qq --no-install-recommends chromium \
+		|| { echo "error: no chromium is here and none could be installed; page tests did not run." >&2; exit 2; }
+	$(TEST_ENV) $(PY) -m pytest tests/serve/test_page.py -m page
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -49,6 +49,9 @@ ONLY_IN = {
     "typer": ("cli/", "lab/cli/"),
     "matplotlib": ("figure.py", "search/", "cli/draw.py", "lab/eval/"),
     "torchvision": (),
+    **dict.fromkeys(
+        ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "httpcore2"), ("serve/",)
+    ),
 }
 LONGEST, LONGEST_OF_KERNELS = 400, 600
 
@@ -309,9 +312,8 @@ def test_the_lock_fits_the_bounds() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     locked = {pin.name.lower().replace("_", "-"): next(iter(pin.specifier)).version for pin in pins}
-    wanted = [
-        Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"])
-    ]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(text) for text in (*project["dependencies"], *extras["dev"], *extras["serve"])]
     for need in wanted:
         name = need.name.lower().replace("_", "-")
         assert name in locked, f"constraints.txt does not pin {name}"

@@ -23,7 +23,7 @@ PAGES = (
     "bench/README.md",
     *(
         f"docs/{n}.md"
-        for n in ("mminference", "mosaic", "speed", "compose", "architecture", "stock", "families")
+        for n in ("mminference", "mosaic", "speed", "compose", "architecture", "stock", "families", "serving")
     ),
 )
 ENDS = re.compile(r"\s(?:#|&&|<|>|\|).*")

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from mmaccel.cli import ask, caption, catalog, doctor, draw, recommend, search, watch
+from mmaccel.cli import ask, caption, catalog, doctor, draw, recommend, search, serve, watch
 from mmaccel.cli.program import OneVideo, program, run
 from mmaccel.core.errors import MmaccelError
 from mmaccel.models.shipped import INSTALL
@@ -16,6 +16,7 @@ app = program("mmaccel", "Vision-language models made fast on long video.")
 app.command("ask", cls=OneVideo)(ask.ask)
 app.command("watch", cls=OneVideo)(watch.watch)
 app.command("caption", cls=OneVideo)(caption.caption)
+app.command("serve")(serve.serve)
 app.command("list")(catalog.list_names)
 app.command("describe")(catalog.describe)
 app.command("recommend")(recommend.recommend)

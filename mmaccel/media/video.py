@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import struct
@@ -171,13 +172,15 @@ def stacked(frames: list[Tensor]) -> Tensor:
     return whole
 
 
-def read_image(image: Any) -> Tensor:
-    """An image file, or a PIL image, as uint8 `[3, H, W]`, transparency laid on white.
+def read_image(image: Any, pixels: int = PIXELS) -> Tensor:
+    """An image file by its path or its bytes, or a PIL image, as uint8 `[3, H, W]`, transparency laid on white.
 
-    Raises `VideoError` for a file that is no image, is one of another format than `FORMATS`, or has over `PIXELS` pixels.
+    Raises `VideoError` for a file that is no image, is one of another format than `FORMATS`, or has over `pixels`.
     """
-    if isinstance(image, (str, os.PathLike)):
-        image = _open_image(os.fspath(image))
+    if isinstance(image, bytes):
+        image = _open_image("the image", pixels, io.BytesIO(image))
+    elif isinstance(image, (str, os.PathLike)):
+        image = _open_image(os.fspath(image), pixels)
     import numpy
     import PIL.Image
 
@@ -187,7 +190,7 @@ def read_image(image: Any) -> Tensor:
     return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
-def _open_image(path: str) -> Any:
+def _open_image(path: str, pixels: int, data: io.BytesIO | None = None) -> Any:
     # Pillow reads a photo's own orientation, and its JPEG decoder is the one that models were trained with.
     try:
         import PIL.Image
@@ -195,18 +198,18 @@ def _open_image(path: str) -> Any:
     except ImportError as error:
         raise VideoError(f"{path} is an image file, and these need Pillow: install pillow.") from error
     try:
-        if not is_file(path):
+        if data is None and not is_file(path):
             raise VideoError(f"{path} is not a file: name an image file.")
-        with PIL.Image.open(path) as image:
+        with PIL.Image.open(data or path) as image:
             if image.format not in FORMATS:
                 # Some are run by other programs, such as PostScript.
                 raise VideoError(
                     f"{path} is an image in a format that mmaccel does not read: {image.format}."
                 )
             width, height = image.size
-            if width * height > PIXELS:
+            if width * height > pixels:
                 raise VideoError(
-                    f"{path} has {width} x {height} pixels, more than {PIXELS}: make it smaller."
+                    f"{path} has {width} x {height} pixels, more than {pixels}: make it smaller."
                 )
             image.load()
             return PIL.ImageOps.exif_transpose(image)
@@ -218,3 +221,13 @@ def _open_image(path: str) -> Any:
         # Pillow's plugins raise errors of many kinds for a damaged file.
         why = getattr(error, "strerror", None) or "no known format, or damaged"
         raise VideoError(f"{path} cannot be read as an image: {why}.") from error
+
+
+def write_jpeg(frame: Tensor, side: int) -> bytes:
+    """A uint8 frame `[3, H, W]` as JPEG, shrunk so that no side is longer than `side`."""
+    import PIL.Image
+
+    image = PIL.Image.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())
+    image.thumbnail((side, side))
+    image.save(file := io.BytesIO(), "JPEG", quality=80)
+    return file.getvalue()

@@ -1,0 +1,86 @@
+"""`mmaccel serve`: a model over HTTP, as the OpenAI client asks, with streams and a page."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from mmaccel.cli import choices
+from mmaccel.cli.choices import Device, Draft, Dtype, Model
+from mmaccel.core.errors import MmaccelError, RecipeError
+
+KEY = "MMACCEL_KEY"
+DEFAULT = ("dense", "mosaic")
+"""Recipes without --recipe: the plain model, and a memory for streams."""
+
+
+def serve(
+    model: Model = "tiny-ov",
+    recipe: Annotated[
+        list[str] | None,
+        Option(help="A recipe that requests may name; repeatable, the first is the default (dense, mosaic)."),
+    ] = None,
+    draft: Draft = None,
+    host: Annotated[
+        str, Option(help="Where to listen; anything but this machine needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535)] = 8000,
+    keys: Annotated[
+        Path | None, Option(help=f"A file with a key on each line; else {KEY} in the environment.")
+    ] = None,
+    files: Annotated[Path | None, Option(help="The folder below which file: addresses may lie.")] = None,
+    saves: Annotated[Path | None, Option(help="The folder into which streams are saved.")] = None,
+    private: Annotated[
+        bool, Option("--private", help="Read http addresses of private networks and of this machine too.")
+    ] = False,
+    origin: Annotated[
+        list[str] | None, Option(help="A page elsewhere that may call, as https://host; repeatable.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Serve a model: POST /v1/chat/completions, /v1/streaming/sessions, /metrics, and a page at /."""
+    try:
+        from mmaccel.serve.app import run
+        from mmaccel.serve.engine import Engine
+        from mmaccel.serve.settings import Settings
+    except ImportError as error:
+        raise MmaccelError(
+            f"serve needs {error.name}: install it with pip install 'mmaccel[serve]'."
+        ) from error
+    settings = Settings(
+        host=host,
+        port=port,
+        keys=_keys(keys),
+        folder=_folder(files, "--files"),
+        saves=saves,
+        private=private,
+        origins=tuple(origin or ()),
+    )
+    chosen = choices.recipes(recipe or list(DEFAULT), draft)
+    for one in chosen.values():
+        choices.check(one, model, device)
+    processor = choices.processor(model)
+    loaded = choices.load(model, device, dtype)
+    run(Engine(Path(model).name, loaded, processor, chosen, settings))
+
+
+def _keys(file: Path | None) -> tuple[str, ...]:
+    if file is None:
+        return tuple(os.environ.get(KEY, "").split())
+    try:
+        found = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"--keys: {file} cannot be read; name a text file.") from error
+    if not found:
+        raise RecipeError(f"--keys: {file} has no key; write one on a line.")
+    return found
+
+
+def _folder(folder: Path | None, option: str) -> Path | None:
+    if folder is not None and not folder.is_dir():
+        raise RecipeError(f"{option}: there is no folder {folder}; name one.")
+    return folder

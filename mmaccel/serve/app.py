@@ -1,0 +1,104 @@
+"""The application: routes, what guards them, and how errors are told."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from mmaccel.core.errors import MmaccelError
+from mmaccel.serve import chat, socket, streams
+from mmaccel.serve.engine import Engine
+from mmaccel.serve.guard import Guard, problem, sentence
+from mmaccel.serve.settings import Refused
+
+log = logging.getLogger("mmaccel.serve")
+PAGE = Path(__file__).parent / "page"
+
+
+def create_app(engine: Engine) -> FastAPI:
+    """The server of `engine`, as ASGI servers run it."""
+    began = time.monotonic()
+
+    @asynccontextmanager
+    async def living(app: FastAPI) -> AsyncIterator[None]:
+        registry = app.state.streams = streams.Streams(engine)
+        async with registry:
+            yield
+        await engine.close()
+
+    app = FastAPI(title="mmaccel", docs_url=None, redoc_url=None, lifespan=living)
+    app.state.engine = engine
+    app.include_router(chat.router)
+    app.include_router(socket.router)
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(PAGE / "index.html")
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """Whether the server is there."""
+        return {"status": "ok", "model": engine.name, "seconds": round(time.monotonic() - began, 1)}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """What it did, in Prometheus' form."""
+        return Response(engine.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    _tell_errors(app)
+
+    app.add_middleware(Guard, settings=engine.settings, metrics=engine.metrics)
+    return app
+
+
+def _tell_errors(app: FastAPI) -> None:
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> JSONResponse:
+        return problem(error.status, str(error), error.code)
+
+    @app.exception_handler(MmaccelError)
+    async def wrong(_: Request, error: MmaccelError) -> JSONResponse:
+        return problem(400, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def unfit(_: Request, error: RequestValidationError) -> JSONResponse:
+        text, field = sentence(error)
+        return problem(400, text, param=field)
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> JSONResponse:
+        return problem(error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        return problem(500, "the server failed; its log says why.")
+
+
+def run(engine: Engine) -> None:
+    """Serve until the process is stopped."""
+    import uvicorn
+
+    settings = engine.settings
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+    uvicorn.run(
+        create_app(engine),
+        host=settings.host,
+        port=settings.port,
+        server_header=False,
+        ws_max_size=settings.limits.body_bytes,
+        timeout_graceful_shutdown=10,
+        h11_max_incomplete_event_size=1 << 16,
+    )

@@ -1,0 +1,347 @@
+"""The model at work for all callers: completions under each recipe, and videos kept for the next question."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import queue
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmaccel.core.attach import Accelerated, accelerate
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.recipe import Recipe, stream_policy
+from mmaccel.core.streams.live import ended_with, threaded
+from mmaccel.media.video import Video
+from mmaccel.models import load_processor
+from mmaccel.serve import sources
+from mmaccel.serve.kept import Kept, KeptVideos
+from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
+from mmaccel.serve.metrics import Metrics
+from mmaccel.serve.settings import Refused, Settings
+from mmaccel.serve.speech import Cutter, Speech
+from mmaccel.serve.turns import Turns
+
+log = logging.getLogger("mmaccel.serve")
+Put = Callable[[str], None]
+OUT_OF_MEMORY = "out_of_memory"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer, and what it took; `finish_reason` is ours, as `core.decoding.generate.Answer` has it."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    new_tokens: int
+    recipe: str
+    report: Mapping[str, Any] = field(repr=False)
+    evidence: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request under way: its recipe, its sources, the tokens of an answer at most, and what gets the pieces of text."""
+
+    request: ChatRequest
+    recipe: str
+    fetched: list[sources.Fetched]
+    most: int
+    put: Put
+    deadline: Deadline
+
+
+class Engine:
+    """One model, its processor, and the recipes that requests may name; the first is the default.
+
+    Each recipe runs on a copy of the model that shares its weights, so that none waits for another to be detached. Streams
+    run on the model itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        processor: Any,
+        recipes: Mapping[str, Recipe],
+        settings: Settings,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.name, self.model, self.settings = name, model, settings
+        self.processor = load_processor(processor, special_tokens=False, like=model)
+        self.processor.special_tokens = False
+        self.recipes, self.metrics = dict(recipes), metrics or Metrics()
+        self.default = next(iter(self.recipes))
+        self.turns = Turns(settings.limits.at_once, settings.limits.waiting)
+        self.metrics.waiting.set_function(self.turns.__len__)
+        self.kept = KeptVideos(settings.limits, self.metrics)
+        self._fetching: dict[str, asyncio.Semaphore] = defaultdict(
+            partial(asyncio.Semaphore, settings.limits.fetching)
+        )
+        self._idle: dict[str, queue.LifoQueue[Accelerated]] = defaultdict(queue.LifoQueue)
+        self._made: dict[str, int] = defaultdict(int)
+        self._making, self._drawing = threading.Lock(), threading.Lock()
+
+    def recipe(self, model: str | None, asked: str | None) -> str:
+        """The name of the recipe that a request means by its `model` (NAME, or NAME@RECIPE) and by `asked`."""
+        name, _, inside = (model or self.name).partition("@")
+        if name != self.name:
+            raise Refused(404, f"model: this server has {self.name!r} alone; name that.", "model_not_found")
+        chosen = asked or inside or self.default
+        if chosen not in self.recipes:
+            known = ", ".join(map(repr, self.recipes))
+            raise Refused(404, f"recipe: this server has {known}; name one of these.", "recipe_not_found")
+        return chosen
+
+    def streams(self) -> list[str]:
+        """Names of the recipes that serve streams."""
+        found = []
+        for name, recipe in self.recipes.items():
+            try:
+                stream_policy(recipe)
+            except RecipeError:
+                continue
+            found.append(name)
+        return found
+
+    async def complete(self, request: ChatRequest, caller: str, put: Put) -> Completion:
+        """The answer to `request`; `put` gets its text as it comes, in any thread."""
+        deadline, first = Deadline(self.settings.limits.seconds), list[float]()
+
+        def told(piece: str) -> None:
+            if not first:
+                first.append(time.perf_counter() - deadline.began)
+            put(piece)
+
+        name, most = self.recipe(request.model, request.mmaccel.recipe), self._checked(request)
+        with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
+            fetched = await self._fetched(request, caller, Path(folder))
+            asked = Asked(request, name, fetched, most, told, deadline)
+            async with self.turns.turn(caller):
+                try:
+                    with self.out_of_memory():
+                        done = await self._done(asked, caller)
+                except Ended:
+                    seconds = self.settings.limits.seconds
+                    raise Refused(
+                        408, f"its video was not read within {seconds:g} s; ask for fewer frames."
+                    ) from None
+                except Refused as error:
+                    if error.code == OUT_OF_MEMORY:
+                        await self.kept.shrink(0)
+                    raise
+        self.metrics.prompt.inc(done.prompt_tokens)
+        figures = done.report["tokens_per_s"], done.new_tokens, done.report["draft"]
+        self.metrics.answered(first[0] if first else None, *figures)
+        return done
+
+    def _checked(self, request: ChatRequest) -> int:
+        """How many tokens an answer may have. Raises `Refused` or `ModelError` for what is too much, or nothing."""
+        limits, parts = self.settings.limits, [one for message in request.messages for one in message.parts()]
+        texts = [part.text for part in parts if isinstance(part, Text)]
+        if len(texts) == len(parts) and not any(map(str.strip, texts)):
+            raise ModelError("messages: they are empty; ask something.")
+        if sum(map(len, texts)) > limits.text:
+            raise Refused(413, f"messages: their text has more than {limits.text} characters; write less.")
+        if len(parts) - len(texts) > limits.visuals:
+            raise Refused(413, f"messages: there are more than {limits.visuals} videos and images.")
+        most = request.max_completion_tokens or request.max_tokens or MAX_NEW_TOKENS
+        if most > limits.new_tokens:
+            raise Refused(400, f"max_tokens: {most} is more than the {limits.new_tokens} of this server.")
+        return most
+
+    async def _fetched(self, request: ChatRequest, caller: str, folder: Path) -> list[sources.Fetched]:
+        """The sources of a request, in order."""
+        found = []
+        for message in request.messages:
+            for part in message.parts():
+                if isinstance(part, VideoPart):
+                    found.append(await self.fetch(part.video_url.url, "video", caller, folder))
+                elif isinstance(part, ImagePart):
+                    found.append(await self.fetch(part.image_url.url, "image", caller, folder))
+        return found
+
+    async def fetch(self, url: str, kind: sources.Kind, caller: str, folder: Path) -> sources.Fetched:
+        """What stands at `url`; a caller has few sources under way."""
+        async with self._fetching[caller]:
+            return await threaded(partial(sources.fetch, url, kind, folder, self.settings))
+
+    def read(
+        self, source: sources.Fetched, fps: float | None, frames: int | None, deadline: Deadline
+    ) -> Video:
+        """The frames of a video. Raises `Ended` when the deadline comes before they are decoded."""
+        deadline.check()
+        limits = self.settings.limits
+        return sources.video(source, self.processor, limits, fps, frames, lambda done, of: deadline.check())
+
+    async def _done(self, asked: Asked, caller: str) -> Completion:
+        question, request = self._alone(asked), asked.request
+        if question is None:
+            speech = Speech(self.processor.decode, request.stops, asked.put, asked.deadline)
+            # The model is left before the turn goes on to the next one.
+            return await ended_with(threaded(partial(self._generate, asked, speech)), asked.deadline)
+        key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
+        async with self.kept.open(key, partial(self._keep, asked)) as kept:
+            return await self._answered(kept, asked, question)
+
+    # Videos whose memory is kept.
+
+    def _alone(self, asked: Asked) -> str | None:
+        """The question of a request that is one on a single video, greedily, under a memory of streams."""
+        first, *more = asked.request.messages
+        parts = first.parts()
+        # A pruner acts on what a stream recalls, and in `generate` on the prompt.
+        fits = asked.recipe in self.streams() and self.recipes[asked.recipe].prune is None
+        if more or first.role != "user" or not asked.request.greedy or not fits or len(parts) != 2:
+            return None
+        video, text = parts
+        return text.text if isinstance(video, VideoPart) and isinstance(text, Text) else None
+
+    async def _keep(self, asked: Asked) -> Kept:
+        request, deadline = asked.request, asked.deadline
+        reading = partial(self.read, asked.fetched[0], request.fps, request.frames, deadline)
+        video = await ended_with(threaded(reading), deadline)
+        kept = Kept(self.model, self.processor, self.recipes[asked.recipe], self.settings.limits)
+        try:
+            stored = isinstance(kv := kept.recipe.kv, StreamPolicy) and kv.ingests
+            call = kept.session.ingest if stored else kept.session.watch
+            if await call(video, timeout=deadline.left()) < len(video):
+                raise Ended("timeout")
+            await threaded(partial(kept.pictures.add, 0, video.frames))
+        except BaseException:
+            await kept.session.close()
+            raise
+        return kept
+
+    async def _answered(self, kept: Kept, asked: Asked, question: str) -> Completion:
+        wanted, cutter, text = asked.request.mmaccel, Cutter(asked.request.stops), ""
+        left = max(0.01, asked.deadline.left() or 0.0)
+        reply = kept.session.ask(question, asked.most, timeout=left, evidence=wanted.evidence)
+        async for piece in reply:
+            text += piece
+            if said := cutter.grown(text):
+                asked.put(said)
+            if cutter.stopped:
+                await reply.aclose()
+                break
+        if said := cutter.grown(text, whole=True):
+            asked.put(said)
+        report, answer = kept.session.report().to_dict(), reply.answer
+        found = () if answer is None else answer.evidence
+        evidence = kept.told(found, wanted.thumbnails) if wanted.evidence else None
+        new = report["new_tokens"] if answer is None else len(answer.ids)
+        reason = "stop" if answer is None else answer.finish_reason
+        rows = report["prompt_tokens"]
+        return Completion(cutter.said, reason, rows, new, asked.recipe, report, evidence)
+
+    # All others.
+
+    def _generate(self, asked: Asked, speech: Speech) -> Completion:
+        request, deadline, place = asked.request, asked.deadline, next(self.model.parameters())
+        inputs = self.processor.chat(self._content(asked), device=place.device, dtype=place.dtype)
+        deadline.check()
+        how = {"max_new_tokens": asked.most, "max_time": deadline.left(), **request.options()}
+        # Random numbers are the process's own: one draws at a time, and a seed gives the same again.
+        drawing = nullcontext() if request.greedy else self._drawing
+        with self._copy_of(asked.recipe) as fast, drawing, torch.no_grad():
+            if request.seed is not None:
+                torch.manual_seed(request.seed)
+            fast.generate(**inputs, streamer=speech, stopping_criteria=[speech.ended], **how)
+            report = fast.report().to_dict()
+        over = deadline.over()
+        speech.end()
+        told: Any = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        told = self.processor.tokenizer.eos_token_id if told is None else told
+        ends = set(told) if isinstance(told, list | tuple) else {told}
+        if speech.cutter.stopped or (speech.ids and speech.ids[-1] in ends):
+            reason = "stop"
+        else:
+            reason = "length" if len(speech.ids) >= asked.most else over or "positions"
+        rows = inputs["input_ids"].shape[1]
+        return Completion(speech.cutter.said, reason, rows, len(speech.ids), asked.recipe, report)
+
+    def _content(self, asked: Asked) -> list[dict[str, Any]]:
+        """The messages as `Processor.chat` takes them."""
+        left, request = iter(asked.fetched), asked.request
+
+        def piece(part: Text | ImagePart | VideoPart) -> dict[str, Any]:
+            if isinstance(part, Text):
+                return {"type": "text", "text": part.text}
+            if isinstance(part, ImagePart):
+                return {"type": "image", "image": sources.image(next(left), self.settings.limits)}
+            return {
+                "type": "video",
+                "video": self.read(next(left), request.fps, request.frames, asked.deadline),
+            }
+
+        roles = {"developer": "system"}
+        return [
+            {"role": roles.get(one.role, one.role), "content": [piece(part) for part in one.parts()]}
+            for one in request.messages
+        ]
+
+    @contextmanager
+    def _copy_of(self, name: str) -> Iterator[Accelerated]:
+        """The model under a recipe, for one call. A recipe has as many copies as calls run at once; with a draft, one."""
+        recipe, idle = self.recipes[name], self._idle[name]
+        most = 1 if recipe.draft.active else self.settings.limits.at_once
+        with self._making:
+            if make := idle.empty() and self._made[name] < most:
+                self._made[name] += 1
+        try:
+            fast = accelerate(sharing(self.model), recipe) if make else idle.get()
+        except BaseException:
+            self._made[name] -= make
+            raise
+        try:
+            yield fast
+        finally:
+            idle.put(fast)
+
+    @contextmanager
+    def out_of_memory(self) -> Iterator[None]:
+        """Turn the device's having no memory left into a refusal of this request alone."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            log.warning("out of memory: %s", error)
+        except RuntimeError as error:
+            if "not enough memory" not in str(error):  # what the allocator of a CPU says
+                raise
+            log.warning("out of memory: %s", error)
+        else:
+            return
+        self.metrics.out_of_memory.inc()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise Refused(
+            503, "the device has no memory left for this request; ask for fewer frames.", OUT_OF_MEMORY
+        )
+
+    async def close(self) -> None:
+        """Give back all that is kept."""
+        await self.kept.close()
+        for idle in self._idle.values():
+            while not idle.empty():
+                idle.get().detach()
+
+
+def sharing(model: nn.Module) -> nn.Module:
+    """A copy of the modules of `model` over the same weights."""
+    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,160 @@
+"""What every request passes: whose page it comes from, who asks, and how much it brings, before anything is read of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.parse
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mmaccel.serve.metrics import Metrics
+from mmaccel.serve.settings import Refused, Settings, is_loopback
+
+CHECK_S = 0.5
+"""Seconds between two looks at whether a client is still there."""
+Done = TypeVar("Done")
+OPEN = ("/", "/health", "/page/")
+"""Paths that need no key; one that ends in a slash is open with all below it."""
+SECURITY = {
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"content-security-policy": b"default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob: data:; "
+    b"connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+}
+
+
+def problem(status: int, text: str, code: str | None = None, param: str | None = None) -> JSONResponse:
+    """An error in OpenAI's form."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": text, "type": kind, "param": param, "code": code}
+    # Of what is too much or too slow nothing more is read.
+    headers = (
+        {"Retry-After": "1"}
+        if status in (429, 503)
+        else {"Connection": "close"}
+        if status in (408, 413)
+        else None
+    )
+    return JSONResponse({"error": error}, status, headers)
+
+
+def bearer(headers: Mapping[str, str]) -> str | None:
+    """The key that a request shows."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else None
+
+
+class Client:
+    """Who waits for an answer, and may go before it is there."""
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._checked = request, time.monotonic()
+
+    async def wait(self, work: Awaitable[Done]) -> Done:
+        """What `work` gives. When the client has gone, cancels it and raises `Refused`."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=CHECK_S)
+                if time.monotonic() - self._checked > CHECK_S:
+                    self._checked = time.monotonic()
+                    if await self._request.is_disconnected():
+                        raise Refused(499, "the client has gone.")
+            return task.result()
+        finally:
+            task.cancel()
+
+
+def caller(request: Request) -> str:
+    """Who asks."""
+    return str(request.state.caller)
+
+
+class Guard:
+    """ASGI middleware in front of all routes."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        try:
+            self._check_page(headers)
+            asks = self._settings.caller(bearer(headers))
+            path = scope["path"]
+            is_open = path in OPEN or any(path.startswith(one) for one in OPEN if one[1:].endswith("/"))
+            # A browser's WebSocket cannot send the header: the first message then has the key.
+            if asks is None and not is_open and scope["type"] == "http":
+                raise Refused(401, "this server needs a key; send it as Authorization: Bearer KEY.", "no_key")
+            self._check_length(headers)
+        except Refused as error:
+            if scope["type"] == "websocket":
+                await receive()
+                return await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
+            self._metrics.requests.labels("refused", str(error.status)).inc()
+            return await problem(error.status, str(error), error.code)(scope, receive, send)
+        scope.setdefault("state", {})["caller"] = asks
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *SECURITY.items()]
+                # Of the route: a path that anybody makes up is no label.
+                path = getattr(scope.get("route"), "path", "other")
+                self._metrics.requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        body = receive if scope["type"] == "websocket" else self._capped(receive)
+        return await self._app(scope, body, with_headers)
+
+    def _check_page(self, headers: Headers) -> None:
+        """Refuse what another site's page sends from a user's browser, to an address or a name that leads here."""
+        host = headers.get("host", "")
+        if not self._settings.keys and not is_loopback(urllib.parse.urlsplit(f"//{host}").hostname or ""):
+            raise Refused(
+                403, "this server answers to localhost alone; for other names start it with --keys."
+            )
+        origin = headers.get("origin")
+        own = origin is None or urllib.parse.urlsplit(origin).netloc == host
+        if not own and origin not in self._settings.origins:
+            raise Refused(403, "this server does not answer pages of that origin (--origin).")
+
+    def _check_length(self, headers: Headers) -> None:
+        told, most = headers.get("content-length"), self._settings.limits.body_bytes
+        if told is not None and (not told.isdecimal() or int(told[:20]) > most):
+            raise Refused(413, f"the body has more than {most} bytes; send less.")
+
+    def _capped(self, receive: Receive) -> Receive:
+        limits, done, size = self._settings.limits, False, 0
+        end = time.monotonic() + limits.body_seconds
+
+        async def capped() -> Message:
+            nonlocal done, size
+            if done:  # what comes now is the end of the connection
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.01, end - time.monotonic()))
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not come within {limits.body_seconds:g} s.") from None
+            size += len(message.get("body", b""))
+            if size > limits.body_bytes:
+                raise HTTPException(413, f"the body has more than {limits.body_bytes} bytes; send less.")
+            done = not message.get("more_body", False)
+            return message
+
+        return capped
+
+
+def sentence(error: Any) -> tuple[str, str]:
+    """The first fault of a request that fits no schema, in one sentence, and its field."""
+    first = error.errors()[0]
+    field = ".".join(str(one) for one in first["loc"] if one != "body") or "the body"
+    return f"{field[:100]}: {str(first['msg'])[:200].rstrip('.').lower()}.", field[:100]

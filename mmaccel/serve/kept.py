@@ -1,0 +1,138 @@
+"""Streams with their small pictures, and the videos whose streams are kept for the next question."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import bisect
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmaccel.core.decoding.generate import Evidence
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.streams.live import AsyncVideoSession
+from mmaccel.media.video import write_jpeg
+from mmaccel.serve.metrics import Metrics
+from mmaccel.serve.settings import Limits
+
+SIDE = 160
+"""Pixels of the longer side of a small picture."""
+EVIDENCE = 16
+"""Moments of an answer that are told, those that weigh most."""
+
+
+class Pictures:
+    """Small JPEGs of the frames of a stream, by number; of more than `most` every second one goes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._numbers: list[int] = []
+        self._files: list[bytes] = []
+
+    def add(self, first: int, frames: Tensor) -> None:
+        """Frames [T, 3, H, W], numbered from `first` on."""
+        for number, frame in enumerate(frames, first):
+            self._numbers.append(number)
+            self._files.append(write_jpeg(frame, SIDE))
+            if len(self._numbers) > self._most:
+                del self._numbers[1::2], self._files[1::2]
+
+    def at(self, number: int) -> bytes | None:
+        """The picture of a frame, or of the last one before it that is kept."""
+        place = bisect.bisect_right(self._numbers, number)
+        return self._files[place - 1] if place else None
+
+
+class Kept:
+    """A stream and its pictures."""
+
+    def __init__(self, model: nn.Module, processor: Any, recipe: Recipe, limits: Limits) -> None:
+        self.recipe, self.pictures = recipe, Pictures(limits.thumbnails)
+        self.session = AsyncVideoSession(model, processor, recipe)
+        self.users = 0
+
+    def told(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
+        """JSON-ready evidence, what weighs most first, with a picture of each as a data: address."""
+        order = sorted(found, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))[:EVIDENCE]
+        told = [asdict(one) for one in order]
+        for one in told if pictures else ():
+            if (file := self.pictures.at(one["frames"][0])) is not None:
+                one["image"] = "data:image/jpeg;base64," + base64.b64encode(file).decode()
+        return told
+
+    def bytes(self) -> int:
+        """What its memory holds."""
+        return int(self.session.counters().get("bytes", 0))
+
+
+class KeptVideos:
+    """Videos that were taken in whole, by caller, content, recipe and sampling; the one not asked for longest goes first."""
+
+    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+        self._limits, self._metrics = limits, metrics
+        self._videos: OrderedDict[Hashable, asyncio.Future[Kept]] = OrderedDict()
+
+    @asynccontextmanager
+    async def open(self, key: Hashable, make: Callable[[], Awaitable[Kept]]) -> AsyncIterator[Kept]:
+        """The stream of `key`, made where none is kept; others that ask for it meanwhile wait for it."""
+        kept = await self._kept(key, make)
+        kept.users += 1
+        try:
+            yield kept
+        finally:
+            kept.users -= 1
+            await self.shrink(self._limits.kept)
+
+    async def _kept(self, key: Hashable, make: Callable[[], Awaitable[Kept]]) -> Kept:
+        while (found := self._videos.get(key)) is not None:
+            self._videos.move_to_end(key)
+            try:
+                kept = await asyncio.shield(found)
+            except (Exception, asyncio.CancelledError):
+                if not found.done() or ((task := asyncio.current_task()) and task.cancelling()):
+                    raise
+                continue  # who made it failed, or left: it is made anew
+            self._metrics.hits.inc()
+            return kept
+        mine = self._videos[key] = asyncio.get_running_loop().create_future()
+        try:
+            kept = await make()
+        except BaseException:
+            self._videos.pop(key, None)
+            mine.cancel()
+            raise
+        mine.set_result(kept)
+        return kept
+
+    def _whole(self) -> dict[Hashable, Kept]:
+        """Those that are made."""
+        return {key: one.result() for key, one in self._videos.items() if one.done() and not one.cancelled()}
+
+    def bytes(self) -> int:
+        """What their memories hold."""
+        return sum(one.bytes() for one in self._whole().values())
+
+    async def shrink(self, most: int) -> None:
+        """Close what is over `most` or the cap in bytes, and not in use."""
+        whole = self._whole()
+        held = sum(one.bytes() for one in whole.values())
+        for key, one in whole.items():
+            if len(whole) <= most and held <= self._limits.kept_bytes:
+                break
+            if not one.users and self._videos.pop(key, None) is not None:
+                whole = {k: v for k, v in whole.items() if k != key}
+                held -= one.bytes()
+                await one.session.close()
+        self._metrics.kept.set(len(self._videos))
+
+    async def close(self) -> None:
+        """Close all."""
+        while self._videos:
+            _, one = self._videos.popitem()
+            if one.done() and not one.cancelled():
+                await one.result().session.close()

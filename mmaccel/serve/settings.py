@@ -1,0 +1,106 @@
+"""What a server may do: where it listens, whom it answers, what it reads, and how much of anything."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmaccel.core.errors import MmaccelError, RecipeError
+
+LOCAL = "local"
+"""The caller of a server without keys."""
+
+
+class Refused(MmaccelError):
+    """A request that is not served: the HTTP status, the sentence, and a code by which programs know it."""
+
+    def __init__(self, status: int, text: str, code: str | None = None) -> None:
+        super().__init__(text)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Caps on what one request, one caller and all of them take.
+
+    body_bytes      of a request; `body_seconds` in which it must come
+    source_bytes    of a video or an image; `source_seconds` in which an address must give it, after `redirects` at most
+    frames          of a video, or in one call of a stream; `visuals` videos and images of a request
+    pixels          of a frame; `video_seconds` of a video
+    text            characters of all messages; `new_tokens` of an answer; `seconds` that a request may take
+    at_once         requests that the model works on; `waiting` for their turn; `fetching` sources of one caller
+    sessions        streams of all callers; `own_sessions` of one; they close after `idle_seconds` without a request
+    kept            videos whose memory is kept for the next question, of `kept_bytes` in all
+    thumbnails      small pictures kept of one stream
+    """
+
+    body_bytes: int = 256 << 20
+    body_seconds: float = 60.0
+    source_bytes: int = 1 << 30
+    source_seconds: float = 60.0
+    redirects: int = 3
+    frames: int = 4096
+    visuals: int = 64
+    pixels: int = 1 << 24
+    video_seconds: float = 4 * 3600.0
+    text: int = 1 << 17
+    new_tokens: int = 4096
+    seconds: float = 600.0
+    at_once: int = 2
+    waiting: int = 1024
+    fetching: int = 4
+    sessions: int = 64
+    own_sessions: int = 16
+    idle_seconds: float = 3600.0
+    kept: int = 4
+    kept_bytes: int = 8 << 30
+    thumbnails: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """host, port   where the server listens
+    keys           any of which a caller must show; none are needed on this machine alone
+    folder         below which `file:` addresses may lie (None: none may)
+    saves          where streams are saved (None: nowhere)
+    private        whether http addresses may lead to private networks and this machine
+    origins        web pages elsewhere that may call
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = ()
+    folder: Path | None = None
+    saves: Path | None = None
+    private: bool = False
+    origins: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not self.keys and not is_loopback(self.host):
+            raise RecipeError(
+                f"--host {self.host}: others reach it there; give a key by --keys FILE or MMACCEL_KEY, or leave --host out."
+            )
+        if any(len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
+            raise RecipeError("--keys: a key has at least 8 printable ASCII characters and no space.")
+
+    def caller(self, key: str | None) -> str | None:
+        """Who shows `key`; None for a wrong one, or none where one is needed."""
+        if not self.keys:
+            return LOCAL
+        given = (key or "").encode(errors="replace")
+        right = [one for one in self.keys if hmac.compare_digest(one.encode(), given)]
+        return hashlib.sha256(right[0].encode()).hexdigest()[:16] if right else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or a name is of this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

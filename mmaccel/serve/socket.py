@@ -1,0 +1,186 @@
+"""The WebSocket of a stream: frames go in while answers come out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from fastapi import WebSocket
+from pydantic import Field, TypeAdapter
+from starlette.websockets import WebSocketDisconnect
+
+from mmaccel.serve import sources
+from mmaccel.serve.messages import AskRequest, Seconds, Strict
+from mmaccel.serve.settings import Refused
+from mmaccel.serve.streams import CLIP, WAITING, Stream, Streams, facts, router, said
+
+log = logging.getLogger("mmaccel.serve")
+
+
+class KeyMessage(Strict):
+    type: Literal["key"]
+    key: str
+
+
+class FrameMessage(Strict):
+    type: Literal["frame"]
+    data: str
+    time: Seconds | None = None
+
+
+class AskMessage(AskRequest):
+    type: Literal["ask"]
+    id: str = ""
+
+
+class CancelMessage(Strict):
+    type: Literal["cancel"]
+    id: str = ""
+
+
+class LookMessage(Strict):
+    type: Literal["look"]
+
+
+Incoming: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        KeyMessage | FrameMessage | AskMessage | CancelMessage | LookMessage, Field(discriminator="type")
+    ]
+)
+ANSWERS = 8
+"""Questions of one socket that are answered at once."""
+
+
+@router.websocket("/{number}/socket")
+async def socket(websocket: WebSocket, number: str) -> None:
+    """Messages as JSON with a `type`; a binary message is a frame.
+
+    In: `key` (first, where a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...),
+    `cancel` (id), `look`. Out: `event` (name: ready, taken, dropped, stream, error), `delta` (id, text), `evidence` (id,
+    the moments), `answer` (id, the whole).
+    """
+    streams: Streams = websocket.app.state.streams
+    await websocket.accept()
+    try:
+        asks = websocket.state.caller
+        if asks is None:
+            first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), 10))
+            asks = streams.engine.settings.caller(first.key) if isinstance(first, KeyMessage) else None
+        stream = streams.get(number, asks)
+    except WebSocketDisconnect:
+        return
+    except Exception as error:
+        with suppress(RuntimeError):
+            await websocket.close(1008, said(error)[:120])
+        return
+    talk = Talk(websocket, streams, stream)
+    try:
+        async with stream.in_use():
+            await talk.listen()
+    except WebSocketDisconnect:
+        pass
+    finally:
+        await talk.close()
+
+
+class Talk:
+    """One socket on one stream."""
+
+    def __init__(self, websocket: WebSocket, streams: Streams, stream: Stream) -> None:
+        self._socket, self._streams, self._stream = websocket, streams, stream
+        self._frames: asyncio.Queue[tuple[bytes, float | None]] = asyncio.Queue(WAITING)
+        self._answers: dict[str, asyncio.Task[None]] = {}
+        self._writing, self._dropped = asyncio.Lock(), 0
+
+    async def listen(self) -> None:
+        """Read messages until the client goes."""
+        await self._send("event", name="ready", **_brief(self._stream))
+        watching = asyncio.create_task(self._watch())
+        self._answers[""] = watching  # under a name that no question has
+        while True:
+            message = await self._socket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            try:
+                await self._hear(message)
+            except Exception as error:
+                await self._send("event", name="error", message=said(error))
+
+    async def _hear(self, message: Any) -> None:
+        if (data := message.get("bytes")) is not None:
+            return await self._frame(data, None)
+        heard = Incoming.validate_json(message.get("text") or "")
+        if isinstance(heard, FrameMessage):
+            data = heard.data.partition(",")[2] if heard.data.startswith("data:") else heard.data
+            await self._frame(sources.decoded(data), heard.time)
+        elif isinstance(heard, AskMessage):
+            name = f"#{heard.id}"
+            if name in self._answers or len(self._answers) > ANSWERS:
+                raise Refused(429, f"ask: {ANSWERS} questions at once, each with an id of its own.")
+            task = self._answers[name] = asyncio.create_task(self._answer(heard))
+            task.add_done_callback(lambda _: self._answers.pop(name, None))
+        elif isinstance(heard, CancelMessage) and (found := self._answers.get(f"#{heard.id}")) is not None:
+            found.cancel()
+        elif isinstance(heard, LookMessage):
+            await self._send("event", name="stream", **facts(self._stream))
+
+    async def _frame(self, data: bytes, time: float | None) -> None:
+        try:
+            self._frames.put_nowait((data, time))
+        except asyncio.QueueFull:
+            self._dropped += 1
+            self._streams.engine.metrics.dropped.inc()
+            await self._send("event", name="dropped", frames=self._dropped)
+
+    async def _watch(self) -> None:
+        """Take in frames as they come, as many at once as wait."""
+        while True:
+            some = [await self._frames.get()]
+            while len(some) < CLIP and not self._frames.empty():
+                some.append(self._frames.get_nowait())
+            times = [time for _, time in some if time is not None]
+            if len(times) not in (0, len(some)):
+                times = []
+            try:
+                await self._streams.watch(self._stream, [data for data, _ in some], times or None, None)
+            except Exception as error:
+                await self._send("event", name="error", message=said(error), frames=len(some))
+                if said(error).startswith("the server failed"):
+                    log.exception("watching failed")
+            else:
+                await self._send("event", name="taken", taken=len(some), **_brief(self._stream))
+
+    async def _answer(self, asked: AskMessage) -> None:
+        streams, stream = self._streams, self._stream
+        try:
+            async with streams.asking(stream, asked) as reply:
+                async for piece in reply:
+                    await self._send("delta", id=asked.id, text=piece)
+            assert reply.answer is not None
+            told = streams.told(stream, asked, reply.answer)
+            await self._send("evidence", id=asked.id, evidence=told["evidence"])
+            await self._send("answer", id=asked.id, **told)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await self._send("event", name="error", id=asked.id, message=said(error))
+            if said(error).startswith("the server failed"):
+                log.exception("answering failed")
+
+    async def _send(self, kind: str, **fields: Any) -> None:
+        async with self._writing:
+            with suppress(RuntimeError, WebSocketDisconnect):  # the client has gone, which `listen` hears
+                await self._socket.send_json({"type": kind, **fields})
+
+    async def close(self) -> None:
+        """End what is under way."""
+        tasks = list(self._answers.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _brief(stream: Stream) -> dict[str, Any]:
+    return {"frames": stream.session.frames, "seconds": stream.session.seconds}

@@ -1,0 +1,269 @@
+"""From the addresses in a request to frames: `http`, `data:` and `file:`, none of which can reach what it should not."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import ipaddress
+import os
+import re
+import socket
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpcore2
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import MmaccelError, VideoError, shown
+from mmaccel.media.container import Source
+from mmaccel.media.video import Video, read_image
+from mmaccel.models.taking import take
+from mmaccel.serve.settings import Limits, Refused, Settings
+
+Kind = Literal["video", "image"]
+DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,gif,asf,h264,hevc,ivf"
+"""Containers that are read; none of them names other files or addresses, as playlists do."""
+BLOCK = 1 << 16
+FRAMES = re.compile(r"data:video/(jpeg|png|webp)(;[^,]*)?;base64,", re.IGNORECASE)
+DATA = re.compile(r"data:(video|image)/[\w.+-]+(;[^,]*)?;base64,", re.IGNORECASE)
+MAPPED = [ipaddress.ip_network(net) for net in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")]
+"""IPv6 networks whose addresses stand for IPv4 ones."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A source that is here: a file, or the bytes of an image, or of each frame of a video; `digest` names its content."""
+
+    kind: Kind
+    digest: str
+    path: Path | None = None
+    data: tuple[bytes, ...] = ()
+
+
+def fetch(url: str, kind: Kind, folder: Path, settings: Settings) -> Fetched:
+    """What stands at `url`, a file of `folder` where it is not one already. Raises `Refused` or `VideoError`."""
+    scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
+    if scheme == "data":
+        return _data(url, kind, folder, limits)
+    if scheme == "file":
+        path = _local(url, settings)
+        if kind == "image":
+            if path.stat().st_size > limits.source_bytes:
+                raise Refused(413, f"the image has more than {limits.source_bytes} bytes; make it smaller.")
+            return _image(path.read_bytes())
+        stat = path.stat()
+        facts = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
+        return Fetched(kind, hashlib.sha256(facts.encode()).hexdigest(), path)
+    if scheme in ("http", "https"):
+        return _stored(download(url, settings), kind, folder, limits)
+    raise VideoError(f"{kind}_url: {shown(url)} is no http:, https:, data: or file: address; give one.")
+
+
+def _image(data: bytes) -> Fetched:
+    return Fetched("image", hashlib.sha256(data).hexdigest(), data=(data,))
+
+
+def _data(url: str, kind: Kind, folder: Path, limits: Limits) -> Fetched:
+    if kind == "video" and (begin := FRAMES.match(url)):
+        pieces = url[begin.end() :].split(",", limits.frames)
+        if len(pieces) > limits.frames:
+            raise Refused(413, f"video_url: it has more than {limits.frames} frames; give fewer.")
+        frames = tuple(decoded(piece) for piece in pieces)
+        # With their lengths: the same bytes may be cut into frames otherwise.
+        digest = hashlib.sha256(b"".join(len(one).to_bytes(8, "big") + one for one in frames))
+        return Fetched("video", digest.hexdigest(), data=frames)
+    begin = DATA.match(url)
+    if begin is None:
+        raise VideoError(f"{kind}_url: it is no data:{kind}/...;base64, address; give one.")
+    return _stored([decoded(url[begin.end() :])], kind, folder, limits)
+
+
+def decoded(text: str) -> bytes:
+    """The bytes of a base64 text. Raises `VideoError`."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise VideoError("the data is not base64; encode it so.") from None
+
+
+def _stored(blocks: Iterable[bytes], kind: Kind, folder: Path, limits: Limits) -> Fetched:
+    """The blocks as a file of `folder`, or as the bytes of an image."""
+    digest, size = hashlib.sha256(), 0
+    number, name = tempfile.mkstemp(dir=folder)
+    with os.fdopen(number, "wb") as file:
+        for block in blocks:
+            size += len(block)
+            if size > limits.source_bytes:
+                raise Refused(413, f"the {kind} has more than {limits.source_bytes} bytes; make it smaller.")
+            digest.update(block)
+            file.write(block)
+    if kind == "image":
+        return _image(Path(name).read_bytes())
+    return Fetched(kind, digest.hexdigest(), Path(name))
+
+
+def _local(url: str, settings: Settings) -> Path:
+    """The file that a `file:` address names below the server's folder; of others nobody learns whether they are there."""
+    parts = urllib.parse.urlsplit(url)
+    refused = Refused(403, f"{shown(url)} is no file below the folder that this server reads (--files).")
+    if settings.folder is None or parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise refused
+    try:
+        root = settings.folder.resolve()
+        path = (root / urllib.parse.unquote(parts.path, errors="strict")).resolve()
+        if not (path.is_relative_to(root) and path.is_file()):
+            raise refused
+    except (OSError, ValueError, RuntimeError):
+        raise refused from None
+    return path
+
+
+class GuardedBackend(httpcore2.SyncBackend):
+    """Connects to addresses that `is_public` admits. A name is looked up here, once: what was checked is what is reached."""
+
+    def __init__(self, private: bool, deadline: float) -> None:
+        self._private, self._deadline = private, deadline
+
+    def connect_tcp(self, host: Any, port: int, timeout: float | None = None, *rest: Any, **more: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else host
+        try:
+            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise VideoError(f"{shown(name)} is not known; check the address.") from None
+        addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
+        if not self._private and not all(map(is_public, addresses)):
+            raise Refused(
+                403, f"{shown(name)} is not a public address, and this server reads no other (--private)."
+            )
+        left = max(0.1, self._deadline - time.monotonic())
+        made = super().connect_tcp(addresses[0], port, min(timeout or left, left), *rest, **more)
+        return TimedStream(made, self._deadline)
+
+
+class TimedStream(httpcore2.NetworkStream):
+    """A connection of which all reads together end at a deadline, however slowly the other side sends."""
+
+    def __init__(self, inner: httpcore2.NetworkStream, deadline: float) -> None:
+        self._inner, self._deadline = inner, deadline
+
+    def _left(self, timeout: float | None) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise httpcore2.ReadTimeout("the time is over")
+        return left if timeout is None else min(timeout, left)
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._inner.read(max_bytes, self._left(timeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._inner.write(buffer, self._left(timeout))
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(self, ssl_context: Any, server_hostname: Any = None, timeout: float | None = None) -> Any:
+        inner = self._inner.start_tls(ssl_context, server_hostname, self._left(timeout))
+        return TimedStream(inner, self._deadline)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is of the public internet, also one that stands for another."""
+    one = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(one, ipaddress.IPv6Address):
+        if one.ipv4_mapped is not None:
+            return is_public(str(one.ipv4_mapped))
+        if any(one in net for net in MAPPED):
+            return False
+    return one.is_global and not one.is_multicast and not one.is_reserved and not one.is_unspecified
+
+
+def download(url: str, settings: Settings) -> Iterable[bytes]:
+    """The blocks of a file at an http address. Raises `Refused` or `VideoError`."""
+    limits = settings.limits
+    end = time.monotonic() + limits.source_seconds
+    wait = {name: min(10.0, limits.source_seconds) for name in ("connect", "read", "write", "pool")}
+    backend = GuardedBackend(settings.private, end)
+    with httpcore2.ConnectionPool(network_backend=backend, max_keepalive_connections=0) as pool:
+        for _ in range(limits.redirects + 1):
+            parts = urllib.parse.urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+                raise VideoError(f"{shown(url)} is no http or https address; give one without a password.")
+            target = urllib.parse.quote(url.partition("#")[0], safe="%/:=&?~+!$,;'@()*[]")
+            try:
+                with pool.stream("GET", target, headers=_HEADERS, extensions={"timeout": wait}) as answer:
+                    place = {name.lower(): value for name, value in answer.headers}.get(b"location")
+                    if answer.status in (301, 302, 303, 307, 308) and place is not None:
+                        url = urllib.parse.urljoin(url, place.decode("latin-1"))
+                        continue
+                    if answer.status != 200:
+                        raise VideoError(f"{shown(url)} gives status {answer.status}, no file; check it.")
+                    yield from answer.iter_stream()
+                    return
+            except MmaccelError:
+                raise
+            except Exception as error:  # of the network, and of addresses that are none
+                told = (
+                    f"within {limits.source_seconds:g} s" if time.monotonic() > end else type(error).__name__
+                )
+                raise VideoError(f"{shown(url)} cannot be read: {told}.") from error
+    raise VideoError(f"{shown(url)} redirects more than {limits.redirects} times; give the file's address.")
+
+
+_HEADERS = [("User-Agent", "mmaccel"), ("Accept", "*/*"), ("Accept-Encoding", "identity")]
+
+
+def image(source: Fetched, limits: Limits) -> Tensor:
+    """uint8 [3, H, W] of an image."""
+    return read_image(source.data[0], limits.pixels)
+
+
+def frames_of(data: Iterable[bytes], limits: Limits) -> Tensor:
+    """uint8 [T, 3, H, W] of encoded frames, all of one size."""
+    pictures = [read_image(one, limits.pixels) for one in data]
+    sizes = {tuple(one.shape) for one in pictures}
+    if len(sizes) != 1:
+        raise VideoError(f"frames: they have {len(sizes)} sizes; give one or more frames, all of one size.")
+    return torch.stack(pictures)
+
+
+def video(
+    source: Fetched,
+    processor: Any,
+    limits: Limits,
+    fps: float | None = None,
+    frames: int | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> Video:
+    """The frames that a model is to see of a video: `frames` evenly spaced, or `fps` a second, or as its own users take
+    them. Raises `Refused` for one that is longer or larger than `limits`, before it is decoded."""
+    if frames is not None and frames > limits.frames:
+        raise Refused(413, f"frames: {frames} is more than the {limits.frames} that this server takes.")
+    if source.data:
+        pictures, rate = frames_of(source.data, limits), fps or 1.0
+        times = torch.arange(len(pictures), dtype=torch.float64) / rate
+        return Video(pictures, times, rate, rate, len(pictures) / rate)
+    options = {"format_whitelist": DEMUXERS}
+    path = str(source.path)
+    try:
+        with Source(path, options=options) as facts:
+            if facts.width * facts.height > limits.pixels:
+                raise Refused(413, f"the video's frames have more than {limits.pixels} pixels; scale it.")
+            seconds = facts.duration or 0.0
+            if seconds > limits.video_seconds:
+                raise Refused(413, f"the video lasts {seconds:.0f} s, more than {limits.video_seconds:g}.")
+        many = None if fps is None else limits.frames
+        how: dict[str, Any] = {"options": options, "progress": progress, "max_side": 4096}
+        taken = take(processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how)
+    except VideoError as error:
+        raise VideoError(str(error).replace(path, "the video")) from error
+    return taken

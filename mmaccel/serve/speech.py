@@ -1,0 +1,72 @@
+"""An answer as it is spoken: tokens in, pieces of text out, up to a stop text, a deadline, or until nobody listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.decoding.generate import Deadline
+
+
+class Cutter:
+    """Text that grows, said piece by piece: none of a stop text, and no part of a character."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self.said, self.stopped = stops, "", False
+
+    def grown(self, text: str, whole: bool = False) -> str:
+        """What is to be said now that the text so far is `text`; `whole`: it grows no more."""
+        if self.stopped:
+            return ""
+        cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        if cut is not None:
+            self.stopped, text = True, text[:cut]
+        elif not whole:
+            if text.endswith("\ufffd"):
+                return ""
+            # What may be the beginning of a stop text waits.
+            held = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            text = text[: len(text) - max(held, default=0)]
+        piece = text[len(self.said) :]
+        self.said += piece
+        return piece
+
+
+class Speech:
+    """A streamer of transformers' `generate` and, as `ended`, its stopping criterion.
+
+    put  gets pieces of text, in the thread of the call
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stops: Sequence[str],
+        put: Callable[[str], None],
+        deadline: Deadline,
+    ) -> None:
+        self.ids: list[int] = []
+        self.cutter = Cutter(stops)
+        self._decode, self._put, self._deadline, self._prompt = decode, put, deadline, True
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, then [1] or [1, n] new tokens."""
+        if not self._prompt:
+            self.ids += value.flatten().tolist()
+            self._say(False)
+        self._prompt = False
+
+    def end(self) -> None:
+        self._say(True)
+
+    def _say(self, whole: bool) -> None:
+        if piece := self.cutter.grown(self._decode(self.ids), whole):
+            self._put(piece)
+
+    def ended(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """[B] whether each sequence has ended."""
+        over = self.cutter.stopped or self._deadline.over() is not None
+        return torch.full((ids.shape[0],), over, dtype=torch.bool, device=ids.device)

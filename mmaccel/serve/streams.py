@@ -1,0 +1,332 @@
+"""`/v1/streaming/sessions`: streams that are opened, given frames, asked, saved and closed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import ValidationError
+
+from mmaccel.core.decoding.generate import Answer, Deadline
+from mmaccel.core.errors import MmaccelError, ModelError
+from mmaccel.core.recipe import stream_policy
+from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, ended_with, threaded
+from mmaccel.serve import sources
+from mmaccel.serve.chat import Asks
+from mmaccel.serve.engine import Engine
+from mmaccel.serve.guard import Client, sentence
+from mmaccel.serve.kept import Kept
+from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
+from mmaccel.serve.settings import Refused
+
+router = APIRouter(prefix="/v1/streaming/sessions", tags=["streams"])
+WAITING = 32
+"""Frames of a WebSocket that wait to be taken in; what comes then is left out, and told."""
+CLIP = 16
+"""Of these, at most so many are taken in at once."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """A stream of one caller."""
+
+    id: str
+    owner: str
+    recipe: str
+    kept: Kept
+    used: float = field(default_factory=time.monotonic)
+    busy: int = 0
+    taking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def session(self) -> AsyncVideoSession:
+        return self.kept.session
+
+    @asynccontextmanager
+    async def in_use(self) -> AsyncIterator[None]:
+        """It does not close for want of use."""
+        self.busy += 1
+        try:
+            yield
+        finally:
+            self.busy -= 1
+            self.used = time.monotonic()
+
+
+class Streams:
+    """The open streams of a server."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.limits = engine, engine.settings.limits
+        self._open: dict[str, Stream] = {}
+        self._opening: dict[str, int] = {}
+        engine.metrics.streams.set_function(lambda: len(self._open))
+        engine.metrics.held.set_function(self._held)
+
+    def _held(self) -> int:
+        return sum(one.kept.bytes() for one in list(self._open.values())) + self.engine.kept.bytes()
+
+    async def __aenter__(self) -> None:
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._sweeping.cancel()
+        for one in list(self._open.values()):
+            await self.close(one)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(30.0, self.limits.idle_seconds / 2))
+            old = time.monotonic() - self.limits.idle_seconds
+            for one in list(self._open.values()):
+                if not one.busy and one.used < old:
+                    await self.close(one)
+
+    def get(self, number: str, caller: str | None) -> Stream:
+        """The stream of an id; of another caller's nobody learns that it is there."""
+        found = self._open.get(number)
+        if found is None or caller is None or found.owner != caller:
+            raise Refused(404, "there is no stream of this id; open one.", "stream_not_found")
+        return found
+
+    async def open(self, asked: SessionRequest, caller: str) -> Stream:
+        """A new stream, or one that goes on from a saved one. Raises `Refused` where there are too many."""
+        engine, kept = self.engine, None
+        names = engine.streams()
+        if not names:
+            raise Refused(
+                400, "recipe: this server has none with a memory of streams; start it with --recipe mosaic."
+            )
+        chosen = asked.recipe if asked.recipe is not None else (asked.model or "").partition("@")[2]
+        name = engine.recipe(asked.model, chosen or (engine.default if engine.default in names else names[0]))
+        stream_policy(engine.recipes[name])
+        own = sum(one.owner == caller for one in self._open.values()) + self._opening.get(caller, 0)
+        if (
+            len(self._open) + sum(self._opening.values()) >= self.limits.sessions
+            or own >= self.limits.own_sessions
+        ):
+            raise Refused(429, "too many streams are open; close one.", "too_many_streams")
+        self._opening[caller] = self._opening.get(caller, 0) + 1
+        try:
+            folder = None if asked.resume is None else self.folder(asked.resume, caller)
+            if folder is not None and not folder.is_dir():
+                raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
+            make = partial(Kept, engine.model, engine.processor, engine.recipes[name], self.limits)
+            with engine.out_of_memory():
+                kept = await threaded(make)
+                if folder is not None:
+                    await kept.session.load(folder)
+        except BaseException:
+            if kept is not None:
+                await kept.session.close()
+            raise
+        finally:
+            self._opening[caller] -= 1
+        made = Stream(secrets.token_urlsafe(18), caller, name, kept)
+        self._open[made.id] = made
+        return made
+
+    async def close(self, stream: Stream) -> None:
+        """End its calls, and give back what it holds."""
+        if self._open.pop(stream.id, None) is not None:
+            await stream.session.close()
+
+    def folder(self, name: str, caller: str) -> Path:
+        """Where a caller's stream of this name is saved."""
+        if self.engine.settings.saves is None:
+            raise Refused(403, "this server saves no streams; start it with --saves FOLDER.")
+        return self.engine.settings.saves / caller / name
+
+    async def take(self, stream: Stream, asked: FramesRequest) -> int:
+        """Take in frames or a video; gives how many frames."""
+        if bool(asked.frames) == (asked.video_url is not None):
+            raise ModelError("frames: give frames or a video_url, one of the two.")
+        if asked.times is not None and len(asked.times) != len(asked.frames):
+            raise ModelError(f"times: {len(asked.times)} for {len(asked.frames)} frames; give one for each.")
+        engine, limits = self.engine, self.limits
+        if len(asked.frames) > limits.frames:
+            raise Refused(413, f"frames: give at most {limits.frames} in a call.")
+        if asked.video_url is None:
+            pieces = [
+                sources.decoded(one.partition(",")[2] if one[:5] == "data:" else one) for one in asked.frames
+            ]
+            return await self.watch(stream, pieces, asked.times, asked.fps)
+        with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
+            source = await engine.fetch(asked.video_url.url, "video", stream.owner, Path(folder))
+            deadline = Deadline(limits.seconds)
+            read = partial(engine.read, source, asked.fps or 1.0, None, deadline)
+            video = await ended_with(threaded(read), deadline)
+        call = stream.session.ingest if asked.stored else stream.session.watch
+        return await self._taken(stream, video.frames, partial(call, video))
+
+    async def watch(
+        self, stream: Stream, pieces: list[bytes], times: list[float] | None, fps: float | None
+    ) -> int:
+        """Take in encoded frames."""
+        frames = await threaded(partial(sources.frames_of, pieces, self.limits))
+        return await self._taken(stream, frames, partial(stream.session.watch, frames, times=times, fps=fps))
+
+    async def _taken(self, stream: Stream, frames: Any, call: Callable[[], Any]) -> int:
+        began, metrics = time.monotonic(), self.engine.metrics
+        async with stream.in_use(), stream.taking:
+            first = stream.session.frames
+            with self.engine.out_of_memory():
+                taken: int = await call()
+            await threaded(partial(stream.kept.pictures.add, first, frames[:taken]))
+        metrics.frames.inc(taken)
+        metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))
+        return taken
+
+    @asynccontextmanager
+    async def asking(self, stream: Stream, asked: AskRequest) -> AsyncIterator[AsyncReply]:
+        """The reply to a question; leaving it ends the answer."""
+        limits = self.limits
+        if len(asked.question) > limits.text:
+            raise Refused(413, f"question: it has more than {limits.text} characters; write less.")
+        if asked.max_tokens > limits.new_tokens:
+            raise Refused(
+                400, f"max_tokens: {asked.max_tokens} is more than the {limits.new_tokens} of this server."
+            )
+        seconds = min(asked.timeout or limits.seconds, limits.seconds)
+        async with stream.in_use():
+            reply = stream.session.ask(
+                asked.question, asked.max_tokens, timeout=seconds, evidence=asked.evidence
+            )
+            try:
+                with self.engine.out_of_memory():
+                    yield reply
+            finally:
+                await reply.aclose()
+
+    def told(self, stream: Stream, asked: AskRequest, answer: Answer) -> dict[str, Any]:
+        """An answer as JSON."""
+        metrics, counted = self.engine.metrics, answer.counters
+        draft = {"proposed": counted.get("drafted", 0), "accepted": counted.get("accepted", 0)}
+        metrics.answered(answer.ttft_s or None, answer.tokens_per_s, len(answer.ids), draft)
+        metrics.retrieved.inc(sum(one.recalled for one in answer.evidence))
+        return {
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "tokens": len(answer.ids),
+            "ttft_s": answer.ttft_s,
+            "tokens_per_s": answer.tokens_per_s,
+            "recipe": stream.recipe,
+            "evidence": stream.kept.told(answer.evidence, asked.thumbnails) if asked.evidence else None,
+        }
+
+
+def streams_of(request: Request) -> Streams:
+    return request.app.state.streams  # type: ignore[no-any-return]
+
+
+TheStreams = Annotated[Streams, Depends(streams_of)]
+
+
+def facts(stream: Stream) -> dict[str, Any]:
+    """A stream as JSON: what it holds, and the cluster of each step of time, for its first layer that has one."""
+    session = stream.session
+    return {
+        "id": stream.id,
+        "object": "streaming.session",
+        "recipe": stream.recipe,
+        "frames": session.frames,
+        "seconds": session.seconds,
+        "counters": session.counters(),
+        "shown": session.shown,
+        "clusters": {level: rows[0].tolist() for level, rows in session.clusters().items()},
+    }
+
+
+@router.post("", status_code=201)
+async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
+    """Open a stream, or go on with a saved one (`resume`)."""
+    return facts(await streams.open(body, asks))
+
+
+@router.get("/{number}")
+async def look(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
+    """What the stream holds, and its clusters over time."""
+    return facts(streams.get(number, asks))
+
+
+@router.post("/{number}/frames")
+async def take(number: str, body: FramesRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
+    """Give the stream frames, or a video."""
+    stream = streams.get(number, asks)
+    taken = await streams.take(stream, body)
+    return {"taken": taken, "frames": stream.session.frames, "seconds": stream.session.seconds}
+
+
+@router.get("/{number}/frames/{frame}", response_class=Response)
+async def picture(number: str, frame: int, streams: TheStreams, asks: Asks) -> Response:
+    """A small picture of a frame, or of the last one before it that is kept."""
+    file = streams.get(number, asks).kept.pictures.at(frame)
+    if file is None:
+        raise Refused(404, f"frames: there is no picture of frame {frame}.")
+    return Response(file, media_type="image/jpeg")
+
+
+@router.post("/{number}/ask")
+async def ask(number: str, body: AskRequest, request: Request, streams: TheStreams, asks: Asks) -> Any:
+    """Ask about what the stream has shown so far; with `stream` by server-sent events `delta`, then `answer`."""
+    stream, client = streams.get(number, asks), Client(request)
+    if not body.stream:
+        async with streams.asking(stream, body) as reply:
+            return streams.told(stream, body, await client.wait(reply))
+    opened = streams.asking(stream, body)
+    reply = await opened.__aenter__()
+    try:
+        first: str | None = await client.wait(anext(reply, None))
+    except BaseException as error:
+        if not await opened.__aexit__(type(error), error, error.__traceback__):
+            raise
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            piece = first
+            while piece is not None:
+                yield f"event: delta\ndata: {json.dumps({'text': piece})}\n\n"
+                piece = await client.wait(anext(reply, None))
+            assert reply.answer is not None
+            yield f"event: answer\ndata: {json.dumps(streams.told(stream, body, reply.answer))}\n\n"
+        except Exception as error:
+            yield f"event: error\ndata: {json.dumps({'message': said(error)})}\n\n"
+        finally:
+            await opened.__aexit__(None, None, None)
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+@router.post("/{number}/save")
+async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
+    """Save the stream under a name of its owner's; `resume` goes on from it."""
+    stream, folder = streams.get(number, asks), streams.folder(body.name, asks)
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    async with stream.in_use(), stream.taking:
+        await stream.session.save(folder)
+    return {"saved": body.name, "frames": stream.session.frames}
+
+
+@router.delete("/{number}")
+async def close(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
+    """Close the stream."""
+    await streams.close(streams.get(number, asks))
+    return {"id": number, "deleted": True}
+
+
+def said(error: BaseException) -> str:
+    """What a client is told of an error."""
+    if isinstance(error, ValidationError):
+        return sentence(error)[0]
+    return str(error) if isinstance(error, MmaccelError) else "the server failed; its log says why."

@@ -1,0 +1,61 @@
+"""Whose turn it is: callers in rotation, so that one with many requests does not keep the others waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from mmaccel.serve.settings import Refused
+
+
+class Turns:
+    """At most `most` at once; of those that wait, at most `waiting`, each caller's first in rotation."""
+
+    def __init__(self, most: int, waiting: int) -> None:
+        self._free, self._room = most, waiting
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return sum(map(len, self._waiting.values()))
+
+    @asynccontextmanager
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """Wait for a turn of `caller`, and hold it. Raises `Refused` where too many wait."""
+        if self._free:
+            self._free -= 1
+        elif len(self) >= self._room:
+            raise Refused(429, f"{self._room} requests wait already; try again later.", "busy")
+        else:
+            await self._wait(caller)
+        try:
+            yield
+        finally:
+            self._next()
+
+    async def _wait(self, caller: str) -> None:
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():
+                self._next()  # the turn came with the cancelling
+            elif (queue := self._waiting.get(caller)) is not None and mine in queue:
+                queue.remove(mine)
+                if not queue:
+                    del self._waiting[caller]
+            raise
+
+    def _next(self) -> None:
+        while self._waiting:
+            caller, queue = self._waiting.popitem(last=False)
+            first = queue.popleft()
+            if queue:
+                self._waiting[caller] = queue  # behind the others
+            if not first.done():
+                first.set_result(None)
+                return
+        self._free += 1

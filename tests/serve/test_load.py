@@ -1,0 +1,318 @@
+"""Many clients, slow ones, ones that leave, and a device without memory: each affects its own request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.serve.settings import Limits, Refused, Settings
+from mmaccel.serve.turns import Turns
+from tests.media.films import write_film
+from tests.serve.conftest import (
+    KEY,
+    OTHER,
+    QUESTION,
+    Served,
+    frames_url,
+    jpegs,
+    mp4_url,
+    running,
+    text,
+    video,
+)
+
+CHAT = "/v1/chat/completions"
+SESSIONS = "/v1/streaming/sessions"
+
+
+def body(words: str = QUESTION, frames: int = 4, **fields: Any) -> dict[str, Any]:
+    content = [video(frames_url(frames)), text(words)]
+    return {"model": "tiny-ov", "messages": [{"role": "user", "content": content}], **fields}
+
+
+def eventually(holds: Any, seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.02)
+
+
+def test_many_clients_at_once_all_get_their_own_answer(served: Served) -> None:
+    """500 questions at once, of two kinds of work; each gets the answer that it gets alone."""
+    asked = [
+        body(frames=2 + n % 3, max_tokens=2, mmaccel={"recipe": ("mosaic", "window")[n % 2]})
+        for n in range(6)
+    ]
+    with served.client() as client:
+        alone = [client.post(CHAT, json=one).json()["choices"] for one in asked]
+
+    async def all_at_once() -> list[Any]:
+        limits = httpx2.Limits(max_connections=500)
+        async with httpx2.AsyncClient(
+            base_url=served.url, timeout=300, limits=limits, trust_env=False
+        ) as client:
+            return await asyncio.gather(*(client.post(CHAT, json=asked[n % 6]) for n in range(500)))
+
+    answers = asyncio.run(all_at_once())
+    assert [one.status_code for one in answers] == [200] * 500
+    assert [one.json()["choices"] for one in answers] == [alone[n % 6] for n in range(500)]
+    assert served.engine.turns._free == served.engine.settings.limits.at_once
+
+
+def test_callers_take_turns() -> None:
+    """Of one who asked ten times and one who came later, the later one is second; a cancelled one holds nothing up."""
+
+    async def work() -> list[str]:
+        turns, order = Turns(1, 19), list[str]()
+
+        async def one(caller: str) -> None:
+            async with turns.turn(caller):
+                order.append(caller)
+                await asyncio.sleep(0)
+
+        async with turns.turn("first"):
+            tasks = [asyncio.create_task(one("many")) for _ in range(10)]
+            await asyncio.sleep(0)
+            tasks += [asyncio.create_task(one("late")) for _ in range(2)]
+            await asyncio.sleep(0)
+            tasks[3].cancel()
+            for _ in range(8):
+                tasks.append(asyncio.create_task(one("more")))
+            await asyncio.sleep(0)
+            with pytest.raises(Refused, match="wait already"):
+                await one("one too many")
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(turns) == 0 and turns._free == 1
+        return order
+
+    order = asyncio.run(work())
+    assert order[:6] == ["many", "late", "more"] * 2 and len(order) == 19
+
+
+def test_a_busy_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    generate = mmaccel.Accelerated.generate
+    monkeypatch.setattr(mmaccel.Accelerated, "generate", lambda *a, **k: (go.wait(20), generate(*a, **k))[1])
+    asked = body(max_tokens=1, mmaccel={"recipe": "window"})
+    with running(Settings(limits=Limits(at_once=1, waiting=1))) as served, served.client() as client:
+        found: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(client.post(CHAT, json=asked).status_code))
+            for _ in range(2)
+        ]
+        for one in threads:
+            one.start()
+        eventually(lambda: len(served.engine.turns) == 1)
+        refused = client.post(CHAT, json=asked)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        go.set()
+        for one in threads:
+            one.join()
+        assert found == [200, 200]
+
+
+def test_one_caller_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty requests of one key, then one of another: it is answered before most of them."""
+    asked = body(max_tokens=1, mmaccel={"recipe": "window"})
+    order: list[str] = []
+    settings = Settings(keys=(KEY, OTHER), limits=Limits(at_once=1))
+    with running(settings) as served, served.client(KEY) as many, served.client(OTHER) as late:
+
+        def ask(client: Any, name: str) -> None:
+            assert client.post(CHAT, json=asked).status_code == 200
+            order.append(name)
+
+        threads = [threading.Thread(target=ask, args=(many, "many")) for _ in range(20)]
+        for one in threads:
+            one.start()
+        eventually(lambda: len(served.engine.turns) >= 10)
+        ask(late, "late")
+        for one in threads:
+            one.join()
+    assert order.index("late") < 12
+
+
+def raw(served: Served) -> socket.socket:
+    host, port = re.findall(r"//(.*):(\d+)", served.url)[0]
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def head(length: int, path: str = CHAT) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def test_a_client_that_sends_slowly_is_cut_off_and_holds_nobody_up() -> None:
+    with running(Settings(limits=Limits(body_seconds=1.0))) as served:
+        slow = [raw(served) for _ in range(20)]
+        for one in slow:
+            one.sendall(head(10_000) + b"{")
+        assert served.chat([text("hello")], max_tokens=1).status_code == 200
+        for one in slow:
+            assert b" 408 " in one.recv(4096)
+            one.close()
+
+
+def test_a_client_that_reads_slowly_holds_nobody_up(served: Served) -> None:
+    asked = json.dumps(body("Describe the video.", 4, stream=True, max_tokens=24)).encode()
+    slow = [raw(served) for _ in range(6)]
+    for one in slow:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        one.sendall(head(len(asked)) + asked)
+    eventually(lambda: served.engine.turns._free == served.engine.settings.limits.at_once)
+    assert served.chat([text("hello")], max_tokens=1).status_code == 200
+    for one in slow:
+        found = b""
+        while b"[DONE]" not in found:
+            data = one.recv(4096)
+            assert data
+            found += data
+        one.close()
+
+
+@pytest.mark.parametrize("recipe", ["window", "mosaic", "stream"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_ends_its_answer(served: Served, recipe: str, streamed: bool) -> None:
+    """The model is left long before the answer would have ended, and is free for others."""
+    model = served.engine.model
+    assert not isinstance(model.generation_config.eos_token_id, list)
+    tokens: list[float] = []
+    decode = served.engine.processor.decode
+    noted = lambda *a, **k: (tokens.append(time.monotonic()), time.sleep(0.02), decode(*a, **k))[2]  # noqa: E731
+    eos, copies = model.generation_config.eos_token_id, served.engine._idle.pop(recipe, None)
+    served.engine._made.pop(recipe, None)
+    model.generation_config.eos_token_id = 10**6  # it never ends by itself
+    served.engine.processor.decode = noted
+    try:
+        asked, path = body("Describe.", 3, stream=streamed, max_tokens=1500, mmaccel={"recipe": recipe}), CHAT
+        streams = served.app.state.streams
+        if recipe == "stream":
+            with served.client() as client:
+                path = f"{SESSIONS}/{client.post(SESSIONS, json={}).json()['id']}/ask"
+                client.post(path.replace("ask", "frames"), json={"frames": list(jpegs()[:3]), "fps": 1})
+            asked = {"question": "Describe.", "stream": streamed, "max_tokens": 1500}
+        written = json.dumps(asked).encode()
+        one = raw(served)
+        one.sendall(head(len(written), path) + written)
+        eventually(lambda: len(tokens) > 5)
+        one.close()
+        eventually(lambda: served.engine.turns._free == served.engine.settings.limits.at_once, 8)
+        eventually(lambda: not any(one.busy for one in streams._open.values()), 8)
+        assert len(tokens) < 600
+    finally:
+        model.generation_config.eos_token_id = eos
+        served.engine.processor.decode = decode
+        served.engine._idle.pop(recipe, None), served.engine._made.pop(recipe, None)
+        if copies is not None:
+            served.engine._idle[recipe], served.engine._made[recipe] = copies, copies.qsize()
+    assert served.chat([text("hello")], max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: not enough memory"),
+    ],
+    ids=["cuda", "host", "cpu"],
+)
+def test_out_of_memory_in_one_request_leaves_the_others(
+    served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Under `generate`, while a video is taken in, and on a stream, whose memory stays what it was."""
+    bad = 5  # frames of the request that fails
+    generate, take = mmaccel.Accelerated.generate, mmaccel.VideoSession.take_in
+
+    def failing(self: Any, *given: Any, **more: Any) -> Any:
+        if len(more["pixel_values_videos"][0]) == bad:
+            raise error
+        return generate(self, *given, **more)
+
+    def taking(self: Any, how: Any, frames: Any, *rest: Any) -> int:
+        if len(frames) == bad:
+            raise error
+        return take(self, how, frames, *rest)
+
+    monkeypatch.setattr(mmaccel.Accelerated, "generate", failing)
+    monkeypatch.setattr(mmaccel.VideoSession, "take_in", taking)
+    answers: dict[int, Any] = {}
+
+    def ask(number: int, frames: int, recipe: str) -> None:
+        answers[number] = served.chat(
+            [video(frames_url(frames)), text()], max_tokens=2, mmaccel={"recipe": recipe}
+        )
+
+    asked = [(frames, recipe) for recipe in ("window", "mosaic") for frames in (3, bad, 4)]
+    threads = [threading.Thread(target=ask, args=(n, *one)) for n, one in enumerate(asked)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    for number, (frames, _) in enumerate(asked):
+        assert answers[number].status_code == (503 if frames == bad else 200), answers[number].text
+    assert answers[1].json()["error"]["code"] == "out_of_memory"
+    with served.client() as client:
+        path = f"/v1/streaming/sessions/{client.post('/v1/streaming/sessions', json={}).json()['id']}"
+        client.post(f"{path}/frames", json={"frames": list(jpegs()[:3]), "fps": 1})
+        failed = client.post(f"{path}/frames", json={"frames": list(jpegs()[:bad]), "fps": 1})
+        assert failed.status_code == 503
+        assert (
+            client.post(f"{path}/frames", json={"frames": list(jpegs()[3:5]), "fps": 1}).json()["frames"] == 5
+        )
+        assert client.post(f"{path}/ask", json={"question": QUESTION}).status_code == 200
+        client.delete(path)
+
+
+def test_a_request_ends_with_its_time() -> None:
+    with running(Settings(limits=Limits(seconds=0.6))) as served:
+        served.engine.model.generation_config.eos_token_id, eos = (
+            10**6,
+            served.engine.model.generation_config.eos_token_id,
+        )
+        try:
+            for recipe in ("window", "mosaic"):
+                began = time.monotonic()
+                answer = served.chat(
+                    [video(frames_url(3)), text()], max_tokens=3000, mmaccel={"recipe": recipe}
+                )
+                assert time.monotonic() - began < 6
+                assert answer.json()["choices"][0]["finish_reason"] == "length"
+                assert answer.json()["mmaccel"]["finish_reason"] == "timeout"
+        finally:
+            served.engine.model.generation_config.eos_token_id = eos
+
+
+@pytest.mark.parametrize("recipe", ["window", "mosaic"])
+def test_a_video_that_takes_too_long_to_read_ends_the_request(recipe: str, tmp_path: Path) -> None:
+    url = mp4_url(write_film(tmp_path / "long.mp4", 1500))
+    with running(Settings(limits=Limits(seconds=0.2))) as served:
+        late = served.chat([video(url), text()], mmaccel={"recipe": recipe, "fps": 10}, max_tokens=1)
+        assert late.status_code == 408 and "was not read within 0.2 s" in late.text
+        assert served.engine.turns._free == 2 and not served.engine.kept._videos
+
+
+def test_memory_that_is_short_lets_kept_videos_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as served:
+        ours = {"recipe": "mosaic"}
+        assert served.chat([video(frames_url(3)), text()], max_tokens=1, mmaccel=ours).status_code == 200
+        assert len(served.engine.kept._videos) == 1
+
+        def failing(*_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        monkeypatch.setattr(mmaccel.Accelerated, "generate", failing)
+        assert served.chat([text("hello")], mmaccel={"recipe": "window"}).status_code == 503
+        assert not served.engine.kept._videos

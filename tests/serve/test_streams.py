@@ -1,0 +1,264 @@
+"""Streams over HTTP and WebSocket: what a session says, and that questions and frames go side by side."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from websockets.sync.client import connect
+
+import mmaccel
+from mmaccel.media.video import read_image
+from mmaccel.serve.settings import Limits, Settings
+from mmaccel.serve.sources import decoded
+from tests.media.films import write_film
+from tests.serve.conftest import KEY, OTHER, QUESTION, SMALL, Served, jpegs, loaded, mp4_url, running
+
+PATH = "/v1/streaming/sessions"
+
+
+def frames(count: int) -> list[str]:
+    return list(jpegs()[:count])
+
+
+def reference(count: int) -> mmaccel.VideoSession:
+    model, processor = loaded()
+    session = mmaccel.VideoSession(model, processor, None, kv=SMALL)
+    session.watch(torch.stack([read_image(decoded(one)) for one in frames(count)]), fps=1.0)
+    return session
+
+
+def opened(client: Any, **fields: Any) -> str:
+    response = client.post(PATH, json={"recipe": "mosaic", **fields})
+    assert response.status_code == 201, response.text
+    return str(response.json()["id"])
+
+
+def test_a_stream_answers_as_a_session_does(served: Served) -> None:
+    with served.client() as client, reference(40) as session:
+        one = f"{PATH}/{opened(client)}"
+        taken = client.post(f"{one}/frames", json={"frames": frames(40), "fps": 1.0}).json()
+        assert taken == {"taken": 40, "frames": 40, "seconds": 39.0}
+        told = client.post(f"{one}/ask", json={"question": QUESTION, "thumbnails": True}).json()
+        answer = session.ask(QUESTION)
+        assert (told["text"], told["finish_reason"], told["tokens"]) == (answer.text, "stop", len(answer.ids))
+        best = answer.top(1)[0]
+        assert told["evidence"][0]["frames"] == list(best.frames)
+        shown = read_image(decoded(told["evidence"][0]["image"].partition(",")[2]))
+        assert torch.equal(shown, read_image(client.get(f"{one}/frames/{best.frames[0]}").content))
+        facts = client.get(one).json()
+        assert facts["shown"] == session.shown and facts["frames"] == 40
+        assert set(facts["clusters"]) >= {"visual"}
+        assert facts["clusters"] == {k: v[0].tolist() for k, v in session.clusters().items()}
+        assert client.delete(one).json()["deleted"] and client.get(one).status_code == 404
+
+
+def test_an_answer_comes_by_events(served: Served) -> None:
+    with served.client() as client, reference(24) as session:
+        one = f"{PATH}/{opened(client)}"
+        client.post(f"{one}/frames", json={"frames": frames(24), "fps": 1.0})
+        words = {"question": "Describe the video.", "max_tokens": 12, "stream": True}
+        events = [
+            block.split("\n") for block in client.post(f"{one}/ask", json=words).text.split("\n\n")[:-1]
+        ]
+        kinds = [event[0] for event in events]
+        assert kinds == ["event: delta"] * (len(kinds) - 1) + ["event: answer"]
+        datas = [json.loads(event[1].removeprefix("data: ")) for event in events]
+        said = "".join(one["text"] for one in datas[:-1])
+        assert said.strip() == datas[-1]["text"] == session.ask("Describe the video.", 12).text
+        wrong = client.post(f"{one}/ask", json={"question": " ", "stream": True})
+        assert wrong.status_code == 400 and "empty" in wrong.json()["error"]["message"]
+
+
+def test_a_stored_video_is_ingested_and_one_is_watched(served: Served, tmp_path: Path) -> None:
+    url = {"url": mp4_url(write_film(tmp_path / "film.mp4", 30))}
+    with served.client() as client:
+        for stored in (True, False):
+            one = f"{PATH}/{opened(client)}"
+            body = {"video_url": url, "fps": 5, "stored": stored}
+            assert client.post(f"{one}/frames", json=body).json()["taken"] == 15
+            assert ("ingest_seen" in client.get(one).json()["counters"]) >= stored
+            client.delete(one)
+
+
+def test_a_saved_stream_goes_on(served: Served) -> None:
+    with served.client() as client:
+        one = f"{PATH}/{opened(client)}"
+        client.post(f"{one}/frames", json={"frames": frames(30), "fps": 1.0})
+        said = client.post(f"{one}/ask", json={"question": QUESTION}).json()
+        assert client.post(f"{one}/save", json={"name": "mine"}).json() == {"saved": "mine", "frames": 30}
+        client.delete(one)
+        again = f"{PATH}/{opened(client, resume='mine')}"
+        assert client.get(again).json()["frames"] == 30
+        told = client.post(f"{again}/ask", json={"question": QUESTION}).json()
+        assert told["text"] == said["text"] and len(told["evidence"]) == len(said["evidence"])
+        assert client.post(PATH, json={"recipe": "mosaic", "resume": "other"}).status_code == 404
+
+
+def test_a_stream_is_its_key_s_own(keyed: Served) -> None:
+    with keyed.client(KEY) as mine, keyed.client(OTHER) as other, keyed.client() as nobody:
+        number = opened(mine)
+        one = f"{PATH}/{number}"
+        mine.post(f"{one}/frames", json={"frames": frames(4), "fps": 1.0})
+        mine.post(f"{one}/save", json={"name": "mine"})
+        calls: list[tuple[str, str, Any]] = [
+            ("GET", one, None),
+            ("POST", f"{one}/ask", {"question": QUESTION}),
+            ("POST", f"{one}/frames", {"frames": frames(1)}),
+            ("POST", f"{one}/save", {"name": "theirs"}),
+            ("GET", f"{one}/frames/0", None),
+            ("DELETE", one, None),
+            ("POST", PATH, {"recipe": "mosaic", "resume": "mine"}),
+        ]
+        for method, path, body in calls:
+            assert other.request(method, path, json=body).status_code == 404
+            assert nobody.request(method, path, json=body).status_code == 401
+        assert mine.get(one).json()["frames"] == 4
+    with pytest.raises(Exception), connect(socket_url(keyed, number)) as socket:  # noqa: B017
+        socket.send(json.dumps({"type": "key", "key": OTHER}))
+        socket.recv(timeout=20)
+    with connect(socket_url(keyed, number)) as socket:
+        socket.send(json.dumps({"type": "key", "key": KEY}))
+        assert json.loads(socket.recv(timeout=20))["name"] == "ready"
+
+
+def socket_url(served: Served, number: str) -> str:
+    return f"ws{served.url[4:]}{PATH}/{number}/socket"
+
+
+def heard(socket: Any, kind: str, name: str | None = None) -> dict[str, Any]:
+    """The next message of a kind."""
+    while True:
+        message: dict[str, Any] = json.loads(socket.recv(timeout=30))
+        if message["type"] == kind and (name is None or message.get("name") == name):
+            return message
+        assert message.get("name") != "error", message
+
+
+def test_frames_and_answers_go_side_by_side_on_a_socket(served: Served) -> None:
+    with served.client() as client, reference(24) as session:
+        number = opened(client)
+        said = session.ask("Describe the video.", 24)
+        with connect(socket_url(served, number)) as socket:
+            assert heard(socket, "event", "ready")["frames"] == 0
+            for at, one in enumerate(frames(24)):
+                socket.send(json.dumps({"type": "frame", "data": one, "time": float(at)}))
+            while heard(socket, "event", "taken")["frames"] < 24:
+                pass
+            socket.send(
+                json.dumps({"type": "ask", "id": "a", "question": "Describe the video.", "max_tokens": 24})
+            )
+            pieces, taken = [json.loads(socket.recv(timeout=30))], 0
+            assert pieces[0]["type"] == "delta"  # it speaks: now come frames
+            for at, one in enumerate(frames(40)[24:], 24):
+                socket.send(json.dumps({"type": "frame", "data": one, "time": float(at)}))
+            kinds = []
+            while "answer" not in kinds or taken < 40:
+                message = json.loads(socket.recv(timeout=30))
+                kinds.append(message["type"])
+                if message["type"] == "delta":
+                    pieces.append(message)
+                elif message["type"] == "answer":
+                    answer = message
+                elif message["type"] == "event":
+                    assert message["name"] == "taken", message
+                    taken = message["frames"]
+            # The frames that came meanwhile are not in the answer.
+            assert answer["text"] == said.text == "".join(one["text"] for one in pieces).strip()
+            assert kinds.count("evidence") == 1 and kinds.index("evidence") < kinds.index("answer")
+            socket.send(jpegs_bytes(0))
+            assert heard(socket, "event", "taken")["frames"] == 41
+            socket.send(json.dumps({"type": "look"}))
+            assert heard(socket, "event", "stream")["clusters"]
+        assert client.get(f"{PATH}/{number}").json()["frames"] == 41
+
+
+def jpegs_bytes(number: int) -> bytes:
+    return decoded(jpegs()[number])
+
+
+def test_a_wrong_message_is_told_and_ends_nothing(served: Served) -> None:
+    with served.client() as client:
+        number = opened(client)
+        with connect(socket_url(served, number)) as socket:
+            heard(socket, "event", "ready")
+            for wrong in (
+                "",
+                "{",
+                "[]",
+                '{"type": "fly"}',
+                '{"type": "frame"}',
+                '{"type": "ask", "question": "a"}',
+            ):
+                socket.send(wrong)
+                message = json.loads(socket.recv(timeout=20))
+                assert message["name"] == "error" and len(message["message"]) < 400
+            socket.send(b"no picture")
+            assert "cannot be read as an image" in json.loads(socket.recv(timeout=20))["message"]
+            socket.send(jpegs_bytes(1))
+            assert heard(socket, "event", "taken")["frames"] == 1
+
+
+def test_frames_that_come_too_fast_are_left_out_and_told(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    watch = mmaccel.VideoSession.take_in
+
+    def slow(self: Any, *given: Any, **more: Any) -> int:
+        go.wait(20)
+        return watch(self, *given, **more)
+
+    monkeypatch.setattr(mmaccel.VideoSession, "take_in", slow)
+    with served.client() as client:
+        number = opened(client)
+        with connect(socket_url(served, number)) as socket:
+            heard(socket, "event", "ready")
+            for _ in range(60):
+                socket.send(jpegs_bytes(0))
+            dropped = heard(socket, "event", "dropped")["frames"]
+            assert dropped >= 1
+            go.set()
+            while heard(socket, "event", "taken")["frames"] < 32:
+                pass
+
+
+def test_streams_are_few_and_close_when_nobody_uses_them() -> None:
+    limits = Limits(sessions=3, own_sessions=2, idle_seconds=0.4)
+    settings = Settings(keys=(KEY, OTHER), limits=limits)
+    with running(settings) as served, served.client(KEY) as mine, served.client(OTHER) as other:
+        opened(mine), opened(mine)
+        assert mine.post(PATH, json={"recipe": "mosaic"}).status_code == 429
+        number = opened(other)
+        assert other.post(PATH, json={"recipe": "mosaic"}).status_code == 429
+        end = time.monotonic() + 10
+        while other.get(f"{PATH}/{number}").status_code == 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        opened(mine)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({}, "give frames or a video_url"),
+        ({"frames": ["@@"]}, "not base64"),
+        ({"frames": ["aGVsbG8="]}, "cannot be read as an image"),
+        ({"frames": [], "video_url": {"url": "ftp://a/b"}}, "is no http:"),
+        ({"frames": ["a"], "times": [1.0, 2.0]}, "times: 2 for 1 frames"),
+        ({"frames": ["a"], "times": ["nan"]}, "times.0: input should be a finite number"),
+        ({"frames": ["a"], "fps": 0}, "fps: input should be greater than 0"),
+    ],
+)
+def test_frames_that_are_none_are_refused(served: Served, body: Any, told: str) -> None:
+    with served.client() as client:
+        one = f"{PATH}/{opened(client)}"
+        response = client.post(f"{one}/frames", json=body)
+        assert response.status_code == 400 and told in response.json()["error"]["message"]
+        assert client.get(one).json()["frames"] == 0
+        client.delete(one)

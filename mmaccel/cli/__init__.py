@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from mmaccel.cli import ask, caption, catalog, doctor, draw, recommend, search, serve, watch
+from mmaccel.cli import ask, caption, catalog, doctor, draw, recommend, report, search, serve, watch
 from mmaccel.cli.program import OneVideo, program, run
 from mmaccel.core.errors import MmaccelError
 from mmaccel.models.shipped import INSTALL
@@ -19,9 +19,11 @@ app.command("caption", cls=OneVideo)(caption.caption)
 app.command("serve")(serve.serve)
 app.command("list")(catalog.list_names)
 app.command("describe")(catalog.describe)
+app.command("schema")(catalog.print_schema)
 app.command("recommend")(recommend.recommend)
 app.command("search")(search.search)
 app.command("draw")(draw.draw)
+app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 
 

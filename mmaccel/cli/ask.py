@@ -18,6 +18,7 @@ from mmaccel.cli.answer import Answer, prompt
 from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
 from mmaccel.cli.console import bars, columns, cut_short, many, number, out, print_json, size
+from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import RecipeError, VideoError, check_question
@@ -40,6 +41,7 @@ FIGURES = (
     "video_units",
     "new_tokens",
     "backend",
+    "backend_why",
 )
 """What --json tells as the `Report` has it."""
 
@@ -69,11 +71,13 @@ def ask(
     timeout: Timeout = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    report: Page = None,
 ) -> None:
     """Ask a question about a video; the answer, and seconds, tokens a second, share kept, memory."""
     if not question.strip():
         raise VideoError("the question is empty; ask something.")
     check_question(question)
+    check_page(report)
     chosen = choices.recipes(recipe or ["dense" if draft is None else "sequential"], draft)
     if compare:
         dense = choices.recipe("dense")
@@ -97,10 +101,13 @@ def ask(
     height, width = seen.frames.shape[-2:]
     facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": device}
     facts |= {"fps": round(seen.fps, 4), "size": [height, width]}
+    told = as_object(answers, facts, tokens, compare)
     if as_json:
-        print_json(as_object(answers, facts, tokens, compare))
+        print_json(told)
     else:
         out().print(side_by_side(answers, facts, tokens))
+    if report is not None:
+        write_page(told, report, seen)
 
 
 def compared(
@@ -288,7 +295,7 @@ def as_object(
 
 def _figures(answer: Answer, tokens: int) -> dict[str, Any]:
     """The figures of one answer. `heads` counts heads over all layers by the pattern they ran; `patterns` and
-    `kept_by_head` are by layer and head; `cache` has bytes, and tokens held and seen."""
+    `kept_by_head` are by layer and head; `cache` has bytes, and tokens held and seen; `fields` are those of the recipe."""
     report, draft = answer.report, dict(answer.report.draft)
     draft.pop("sequences", None)  # there is one
     drafted = draft.get("rounds") or draft.get("failed")
@@ -304,4 +311,6 @@ def _figures(answer: Answer, tokens: int) -> dict[str, Any]:
             name: int(report.kv[name]) for name in ("bytes", "held", "held_mean", "seen") if name in report.kv
         },
         "video_tokens": video_tokens(answer, tokens),
+        "fields": report.recipe,
+        "notes": report.notes,
     }

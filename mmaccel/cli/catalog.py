@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module, resources
 from typing import Annotated, Any
@@ -19,7 +21,7 @@ from mmaccel.cli.choices import takes
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.recipe import FORMER, MAIN_PRESETS, Recipe, check_sequences, presets, stream_policy
-from mmaccel.core.registry import KINDS, policy, registry
+from mmaccel.core.registry import BASES, KINDS, policy, registry
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
 
@@ -291,3 +293,80 @@ def _alike(names: list[str], key: Callable[[str], tuple[str, ...]]) -> list[list
 
 def _named(group: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in group)
+
+
+PLAIN = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}
+
+
+def print_schema() -> None:
+    """The JSON schema of the YAML of a recipe, for editors; with policies of --import."""
+    print_json(schema())
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema (draft 7) of a recipe, from the fields of what is registered; their docstrings are the descriptions."""
+    kinds: dict[str, Any] = {}
+    for kind in DESCRIBED:
+        # YAML 1.1 reads a bare off as false.
+        names = [*registry(kind), *([False] if "off" in registry(kind) else [])]
+        policies = [_object(cls, name) for name, cls in registry(kind).items()]
+        kinds[kind] = {"anyOf": [{"enum": names}, *policies]}
+    whole = _object(Recipe)
+    whole["properties"]["backend"] |= {"enum": ["auto", *select.BACKENDS]}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A recipe of mmaccel",
+        **whole,
+        "definitions": kinds,
+    }
+
+
+def _object(cls: Any, name: str | None = None) -> dict[str, Any]:
+    """The schema of a mapping that gives the fields of `cls`, and its name."""
+    texts, hints = _field_texts(cls), typing.get_type_hints(cls)
+    properties: dict[str, Any] = {} if name is None else {"name": {"const": name}}
+    required = [] if name is None else ["name"]
+    for field in dataclasses.fields(cls):
+        if field.init:
+            described = {"description": text} if (text := texts.get(field.name)) else {}
+            default = {} if field.default is dataclasses.MISSING else {"default": field.default}
+            # Parts of a memory are a kind of their own, which the hint does not say.
+            kind = {"$ref": "#/definitions/index"} if field.name == "index" else _kind(hints[field.name])
+            # Beside a $ref nothing is read.
+            properties[field.name] = (
+                {"allOf": [kind], **described, **default}
+                if "$ref" in kind
+                else {**kind, **described, **default}
+            )
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                required.append(field.name)
+    about = (inspect.getdoc(cls) or "").partition("\n\n")[0]
+    return {
+        "type": "object",
+        "description": " ".join(about.split()),
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _kind(hint: Any) -> dict[str, Any]:
+    """The schema of a type; of one that only Python can give, nothing passes."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return {}
+    if hint in PLAIN:
+        return {"type": PLAIN[hint]}
+    if origin is typing.Literal:
+        return {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        found = [one for one in map(_kind, inner) if one != {"not": {}}]
+        return found[0] if len(found) == 1 else {"anyOf": found}
+    if origin is tuple:
+        return {"type": "array", "items": _kind(inner[0])}
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": _kind(inner[1])}
+    kind = next(
+        (kind for kind, base in BASES.items() if isinstance(hint, type) and issubclass(hint, base)), None
+    )
+    return {"not": {}} if kind is None else {"$ref": f"#/definitions/{kind}"}

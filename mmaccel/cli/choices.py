@@ -188,3 +188,18 @@ def own_options() -> Iterator[None]:
     for one in caught:
         told = one.message.said(READ_OPTIONS) if isinstance(one.message, VideoWarning) else one.message
         warnings.warn(told, one.category, stacklevel=3)
+
+
+def rate(fps: float, own: float | None) -> str:
+    """The line on the rate; `own` is the mean rate of the source, None where unknown."""
+    if own is not None and fps > 1.001 * own:
+        return (
+            f"reads {fps:g} frames a second (--fps); the source has {own:g} on average, and what stands is taken as --gaps "
+            "says."
+        )
+    if own is not None and fps > 0.999 * own:
+        return f"reads every frame, {own:g} a second (--fps)."
+    of = "" if own is None else f" of {own:g}"
+    return (
+        f"reads {fps:g}{of} frames a second (--fps); what is shown for less than {1 / fps:g} s may be missed."
+    )

@@ -18,6 +18,7 @@ from mmaccel.cli.console import bars, counter, many, out, print_json, remark, sa
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, point_of
 from mmaccel.cli.program import INTERRUPTED, shielded, stopping
 from mmaccel.cli.questions import INPUT, Asked, Piece, Typed, acted, below, cut, evidence_table, parsed, piped
+from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 RECIPE = "mosaic"
 LIVE, STORED = 16, 64
 """Frames taken in at a time, of a source that comes and of a stored video."""
+OF_REPORT = ("backend", "backend_why", "peak_bytes", "patterns", "kept_by_head")
+"""What --json tells as the session's `Report` has it."""
 
 
 def watch(
@@ -73,6 +76,7 @@ def watch(
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
+    page: Page = None,
 ) -> None:
     """Watch a video and answer questions on what was seen so far, and on which frames the answers rest.
 
@@ -92,6 +96,7 @@ def watch(
 
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")
+    check_page(page)
     asked = [parsed(text) for text in question or [] if text != INPUT]
     if load is not None and recipe is not None:
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
@@ -184,6 +189,7 @@ def watch(
             "frames": len(session),
             "seconds": session.seconds,
             "began": work.begin,
+            "shift": keeper.shift or 0.0,
             "counters": session.counters(),
             "kept": report.kept,
             "heads": dict(report.heads()),
@@ -191,6 +197,7 @@ def watch(
                 name: report.draft[name] for name in ("rounds", "proposed", "accepted", "failed", "notes")
             },
             "notes": list(report.notes),
+            **{name: getattr(report, name) for name in OF_REPORT},
             "saved": str(save) if kept else None,
             "complete": not stopped and not failed,
             "ended": "stopped" if stopped else ended,
@@ -215,6 +222,8 @@ def watch(
             closing = f"{'stopped after' if stopped else 'watched'} {frames}, {facts['seconds']:.0f} s"
             closing += "; the source is over" if follow and not stopped else ""
             remark(closing + (f"; {saved}" if saved else ""))
+    if page is not None:
+        write_page(facts, page, video)
     if failed:
         if saved:
             remark(f"saved {frames} to {save}" if kept else saved)
@@ -368,7 +377,7 @@ def sound(
                         f"of {video}; give no more."
                     )
                 if not quiet:
-                    remark(rate(fps, own))
+                    remark(choices.rate(fps, own))
             begun = True
             yield part
     except VideoError as error:
@@ -383,18 +392,3 @@ def sound(
         if not begun:
             raise told from told.__cause__
         broken.append(told)
-
-
-def rate(fps: float, own: float | None) -> str:
-    """The line on the rate; `own` is the mean rate of the source, None where unknown."""
-    if own is not None and fps > 1.001 * own:
-        return (
-            f"reads {fps:g} frames a second (--fps); the source has {own:g} on average, and what stands is taken as --gaps "
-            "says."
-        )
-    if own is not None and fps > 0.999 * own:
-        return f"reads every frame, {own:g} a second (--fps)."
-    of = "" if own is None else f" of {own:g}"
-    return (
-        f"reads {fps:g}{of} frames a second (--fps); what is shown for less than {1 / fps:g} s may be missed."
-    )

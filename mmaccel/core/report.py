@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.core.report_page import Paged
+
 
 @dataclass(frozen=True)
-class Report:
+class Report(Paged):
     """Figures of the last generation or forward pass of an accelerated model, or of the last answer on a stream.
 
     kept            query-key pairs in the listed blocks over causal pairs in prefill, mean over all layers and heads, dense
@@ -65,10 +67,6 @@ class Report:
     notes: tuple[str, ...] = ()
     video_tokens: int = 0
     video_units: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary of all fields."""
-        return asdict(self)
 
     def heads(self) -> Counter[str]:
         """How many heads, over all layers, ran each pattern."""

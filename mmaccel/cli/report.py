@@ -1,0 +1,83 @@
+"""`mmaccel report`, and `--report` of ask and watch: a run as one page of HTML that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from mmaccel.cli.console import remark
+from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.files import outside
+from mmaccel.core.report import write_whole
+from mmaccel.core.report_page import page
+
+if TYPE_CHECKING:
+    from mmaccel.media import Video
+
+Page = Annotated[
+    Path | None,
+    Option("--report", help="Also write the run to this file, as one page of HTML that needs no network."),
+]
+
+
+def report(
+    run: Annotated[
+        str, Argument(help="What `mmaccel ask --json` or `mmaccel watch --json` printed, in a file.")
+    ],
+    output: Annotated[Path | None, Option("--out", help="The page; RUN with the ending .html.")] = None,
+    video: Annotated[
+        str | None, Option(help="The video, where it is not at the path that the run names.")
+    ] = None,
+) -> None:
+    """A page of a run: what was chosen, what it cost, what it kept, and the frames that its answers rest on.
+
+    Pictures of the frames are read from the video again; of a camera or a URL the page has times alone.
+    """
+    told = outside.read_json(run, f"run {shown(run, outside.PATH)}", RecipeError)
+    output = Path(run).with_suffix(".html") if output is None else output
+    try:
+        write_page(told, output, told["video"] if video is None else video)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise RecipeError(
+            f"{shown(run, outside.PATH)} is no run; give what `mmaccel ask --json` or `mmaccel watch --json` printed."
+        ) from error
+
+
+def check_page(path: Path | None) -> None:
+    """Raise `RecipeError` where no page can be written, before a run whose page it is to be."""
+    if path is not None and not path.parent.is_dir():
+        raise RecipeError(f"--report: the folder {path.parent} does not exist; create it first.")
+    if path is not None and path.is_dir():
+        raise RecipeError(f"--report: {path} is a folder; give a file, such as page.html.")
+
+
+def write_page(told: Mapping[str, Any], path: Path, video: str | Video | None) -> None:
+    """Write the page of `told`, what ask or watch has for --json; `video` gives the pictures."""
+    from mmaccel.media import thumbnails
+
+    picture = (lambda _: None) if video is None else thumbnails(video)
+    facts = {name: told.get(name) for name in ("model", "video", "frames", "seconds", "error")}
+    if "answers" in told:
+        began, shift = told["began"] or 0.0, told["shift"]
+
+        def moved(seconds: float) -> bytes | None:
+            """A frame by its seconds in the session; none where another video was watched then."""
+            return None if shift and seconds <= began else picture(seconds - shift)
+
+        chosen = " + ".join(one["name"] for one in told["recipe"].values() if isinstance(one, dict))
+        text = page({chosen: {**told, "kv": told["counters"]}}, told["answers"], facts, moved)
+    else:
+        runs = {run["recipe"]: run for run in (told.get("dense"), *told.get("runs", (told,))) if run}
+        many = len(runs) > 1
+        answers = [
+            {**run, "question": told["question"], "recipe": name if many else None}
+            for name, run in runs.items()
+        ]
+        fields = {name: {**run, "recipe": run["fields"], "kv": run["cache"]} for name, run in runs.items()}
+        given = [number / told["fps"] for number in range(told["frames"])]
+        text = page(fields, answers, facts, picture, given)
+    write_whole(path, text)
+    remark(f"the page of this run: {path}")

@@ -1,0 +1,284 @@
+"""A run as one page of HTML that needs no network: answers, the frames they rest on, what was chosen, its cost."""
+
+from __future__ import annotations
+
+import base64
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Fields = Mapping[str, Any]
+Thumbnails = Callable[[float], bytes | None]
+"""Seconds -> the frame shown then, as a JPEG file; None where there is none."""
+
+MOST, GIVEN, LONGEST = 8, 8, 6000
+"""Frames shown below an answer, and of a video whose answer names none; characters of a recipe."""
+COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
+STEPS = 10
+"""Shades of the map of heads."""
+
+HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title><style>
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem }}
+h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }} h3 {{ font-size: 1rem; margin-bottom: 0 }}
+table {{ border-collapse: collapse }} th, td {{ text-align: left; vertical-align: top; padding: .15rem 1.2rem .15rem 0 }}
+th {{ font-weight: 600 }} pre {{ overflow-x: auto; padding: .7rem; border: 1px solid #8886 }}
+.frames {{ display: flex; flex-wrap: wrap; gap: .7rem }} figure {{ margin: 0; width: 13rem; font-size: .85rem }}
+img {{ display: block; max-width: 100% }} .less {{ opacity: .75 }} svg {{ max-width: 100%; height: auto }}
+</style></head><body>
+<h1>{title}</h1>
+"""
+
+
+class Paged:
+    """What a `Report` inherits: its fields as a dictionary, and as a page."""
+
+    recipe: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary of all fields."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def save_html(
+        self, path: str | Path, answers: Mapping[str, Any] | None = None, thumbnails: Thumbnails | None = None
+    ) -> None:
+        """Write the run as one page of HTML that needs no network: what was chosen, what it cost, what it kept.
+
+        answers     question -> its text, or the `Answer` of a session, with the frames it rests on
+        thumbnails  their pictures: ``mmaccel.media.thumbnails("film.mp4")``; None shows times alone
+        """
+        told = [
+            {"question": text, "answer": said}
+            if isinstance(said, str)
+            else {
+                "question": text,
+                "answer": said.text,
+                "finish_reason": said.finish_reason,
+                "moments": len(said.evidence),
+                "evidence": [asdict(one) for one in said.top()],
+            }
+            for text, said in (answers or {}).items()
+        ]
+        chosen = (
+            value["name"] for value in self.recipe.values() if isinstance(value, Mapping) and "name" in value
+        )
+        text = page({" + ".join(chosen): self.to_dict()}, told, thumbnails=thumbnails)
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def page(
+    runs: Mapping[str, Fields],
+    answers: Sequence[Fields] = (),
+    facts: Mapping[str, object] | None = None,
+    thumbnails: Thumbnails | None = None,
+    given: Sequence[float] = (),
+) -> str:
+    """The page's text.
+
+    runs        name -> the fields of a `Report` (`to_dict`), of which any may be missing; runs stand side by side
+    answers     each with "question", "answer" (its text), and perhaps "recipe" (the name of its run), "finish_reason",
+                "asked_at" (seconds) and "evidence", best first: mappings with the fields of an `Evidence`
+    facts       what else is said of the run, by label
+    thumbnails  gives the pictures; None: times alone
+    given       seconds of the frames that the model was given, shown where no answer has evidence
+    """
+    title = f"mmaccel: {', '.join(runs)}"
+    parts = [HEAD.format(title=escape(title))]
+    known = {label: value for label, value in (facts or {}).items() if value not in (None, "")}
+    parts.append(_table([(label, [str(value)]) for label, value in known.items()]))
+    if answers:
+        end = max(
+            chain(given, (one.get("asked_at") or 0.0 for one in answers), _moments(answers)), default=0.0
+        )
+        parts.append("<h2>Answers</h2>")
+        parts += [_answer(one, end, thumbnails) for one in answers]
+    if given and not any(one.get("evidence") for one in answers):
+        step = max(1, len(given) // GIVEN)
+        some = [(seconds, "") for seconds in given[::step][:GIVEN]]
+        parts.append(f"<h2>Frames that the model was given: {len(some)} of {len(given)}</h2>")
+        parts.append(_figures(some, thumbnails))
+        parts.append(
+            '<p class="less">`generate` does not say on which frames its answer rests; a session does '
+            "(`mmaccel watch`, `VideoSession.ask`).</p>"
+        )
+    parts += ["<h2>What it cost and what it kept</h2>", _costs(runs)]
+    for name, run in runs.items():
+        of = f": {escape(name)}" if len(runs) > 1 else ""
+        if run.get("kept_by_head"):
+            parts += [f"<h2>Heads{of}</h2>", _heads(run["patterns"], run["kept_by_head"])]
+        notes = [*(run.get("draft") or {}).get("notes", ()), *run.get("notes", ())]
+        if notes:
+            parts += [f"<h2>Notes{of}</h2><ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
+        if run.get("recipe"):
+            text = yaml.safe_dump(_plain(run["recipe"]), sort_keys=False, allow_unicode=True)
+            text = text if len(text) <= LONGEST else text[:LONGEST] + "...\n"
+            parts.append(f"<h2>Recipe{of}</h2><pre>{escape(text)}</pre>")
+    parts.append("</body></html>\n")
+    return "\n".join(parts).encode("utf-8", "replace").decode()
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and lists as YAML's safe writer takes them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _moments(answers: Iterable[Fields]) -> list[float]:
+    return [one["seconds"] for answer in answers for one in answer.get("evidence") or ()]
+
+
+def _table(rows: Iterable[tuple[str, Sequence[str]]], head: Sequence[str] = ()) -> str:
+    lines = ["<tr><td></td>" + "".join(f"<th>{escape(one)}</th>" for one in head) + "</tr>"] if head else []
+    for label, cells in rows:
+        if any(cells):
+            row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            lines.append(f"<tr><th>{escape(label)}</th>{row}</tr>")
+    return "\n".join(["<table>", *lines, "</table>"])
+
+
+def _answer(answer: Fields, end: float, thumbnails: Thumbnails | None) -> str:
+    by = f"({answer['recipe']})" if answer.get("recipe") else ""
+    at = answer.get("asked_at")
+    when = "" if at is None else f" after {at:.1f} s"
+    why = answer.get("finish_reason", "stop")
+    cut = "" if why == "stop" else f" [ended: {why}]"
+    parts = [
+        f"<h3>{escape(str(answer['question']))}<span class=less>{when} {escape(by)}</span></h3>",
+        f"<p>{escape(str(answer['answer']) or '(nothing)')}{escape(cut)}</p>",
+    ]
+    evidence = answer.get("evidence") or ()
+    if evidence:
+        scored = [one.get("score") for one in evidence]
+        whole = all(score is not None for score in scored)
+        weights = scored if whole else [one["share"] for one in evidence]
+        what = "part of what reached the answer" if whole else "of the layers looked at it"
+        some = [
+            (one["seconds"], f"frame {_span(one['frames'])}: {weight:.1%} {what}")
+            for one, weight in zip(evidence, weights, strict=True)
+        ]
+        count = answer.get("moments", len(evidence))
+        parts.append(
+            f"<p class=less>Rests on {count} moments; the first {min(MOST, len(some))} of them, best first.</p>"
+        )
+        parts += [
+            _timeline([one["seconds"] for one in evidence], weights, end),
+            _figures(some[:MOST], thumbnails),
+        ]
+    return "\n".join(parts)
+
+
+def _span(frames: Sequence[int]) -> str:
+    first, last = frames
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _figures(moments: Iterable[tuple[float, str]], thumbnails: Thumbnails | None) -> str:
+    """Pictures over their times and a line of text each."""
+    parts = ["<div class=frames>"]
+    for seconds, text in moments:
+        data = None if thumbnails is None else thumbnails(seconds)
+        shown = "(no picture)" if data is None else _image(data, seconds)
+        parts.append(
+            f"<figure>{shown}<figcaption><b>{seconds:.1f} s</b> {escape(text)}</figcaption></figure>"
+        )
+    return "\n".join([*parts, "</div>"])
+
+
+def _image(data: bytes, seconds: float) -> str:
+    text = base64.b64encode(data).decode("ascii")
+    return f'<img alt="the frame at {seconds:.1f} s" src="data:image/jpeg;base64,{text}">'
+
+
+def _timeline(moments: Sequence[float], weights: Sequence[float], end: float) -> str:
+    """A line for each moment, as high as its weight, over the seconds of the video."""
+    most, end = max(weights) or 1.0, end or 1.0
+    lines = "".join(
+        f"M{700 * seconds / end + 10:.1f} 40V{40 - 34 * weight / most:.1f}"
+        for seconds, weight in zip(moments, weights, strict=True)
+    )
+    return (
+        '<svg viewBox="0 0 720 58" width="720" role="img" aria-label="when the frames were shown">'
+        '<path d="M10 40H710" stroke="currentColor" opacity=".4"/>'
+        f'<path d="{lines}" stroke="{COLOURS[0]}" stroke-width="2.5"/>'
+        '<g font-size="11" fill="currentColor"><text x="10" y="54">0 s</text>'
+        f'<text x="710" y="54" text-anchor="end">{end:.0f} s</text></g></svg>'
+    )
+
+
+def _costs(runs: Mapping[str, Fields]) -> str:
+    """One column a run."""
+
+    def number(name: str, form: str, unit: str, scale: float = 1) -> Callable[[Fields], str]:
+        def show(run: Fields) -> str:
+            value = run.get(name)
+            return "" if value is None else f"{value * scale:{form}}{unit}"
+
+        return show
+
+    rows: dict[str, Callable[[Fields], str]] = {
+        "first token": number("ttft_s", ".3f", " s"),
+        "then": number("tokens_per_s", ".1f", " tokens/s"),
+        "prompt": number("prompt_tokens", "d", " tokens"),
+        "answer": number("new_tokens", "d", " tokens"),
+        "attention kept": number("kept", ".1%", " of the pairs of prefill"),
+        "peak memory": number("peak_bytes", ".0f", " MiB", 2**-20),
+        "memory holds": _memory,
+        "draft": _drafted,
+        "backend": lambda run: str(run.get("backend") or ""),
+        "why": lambda run: str(run.get("backend_why") or ""),
+    }
+    table = [(label, [show(run) for run in runs.values()]) for label, show in rows.items()]
+    return _table(table, list(runs) if len(runs) > 1 else ())
+
+
+def _memory(run: Fields) -> str:
+    kv = run.get("kv") or {}
+    parts = [f"{kv['bytes'] / 2**20:.1f} MiB"] if kv.get("bytes") else []
+    if kv.get("held"):
+        parts.append(f"{kv['held']:.0f} of {kv.get('seen', kv['held']):.0f} tokens")
+    return ", ".join(parts)
+
+
+def _drafted(run: Fields) -> str:
+    draft = run.get("draft") or {}
+    failed = draft.get("failed")
+    if not draft.get("rounds"):
+        return f"nothing: {failed}" if failed else ""
+    told = f"{draft['accepted']} of {draft['proposed']} tokens accepted in {draft['rounds']} rounds"
+    return f"{told}; stopped: {failed}" if failed else told
+
+
+def _heads(patterns: Sequence[Sequence[str]], kept: Sequence[Sequence[float]]) -> str:
+    """A map of heads: a row a layer, a hue a pattern, darker where more is kept."""
+    names = sorted(set(chain.from_iterable(patterns)))
+    cells: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for y, (row, shares) in enumerate(zip(patterns, kept, strict=True)):
+        for x, (name, share) in enumerate(zip(row, shares, strict=True)):
+            cells[name, min(STEPS, round(STEPS * share))].append(f"M{x} {y}h.9v.9h-.9z")
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    paths = [
+        f'<path fill="{colours[name]}" fill-opacity="{0.12 + 0.88 * step / STEPS:.2f}" d="{"".join(some)}">'
+        f"<title>{escape(name)}, about {step / STEPS:.0%} kept</title></path>"
+        for (name, step), some in sorted(cells.items())
+    ]
+    wide, high = max(map(len, patterns)), len(patterns)
+    size = max(4, min(16, 640 // max(1, wide)))
+    legend = " ".join(f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)}' for name in names)
+    return "\n".join(
+        [
+            f'<svg viewBox="0 0 {wide} {high}" width="{size * wide}" role="img" aria-label="kept by layer and head">',
+            *paths,
+            f"</svg><p class=less>{legend}. A row is a layer, the first on top; a column is a head; "
+            "full colour keeps all.</p>",
+        ]
+    )

@@ -1,0 +1,214 @@
+"""The page of a run: what it holds, that it needs no network, and its three ways: Python, --report, `mmaccel report`."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from mmaccel import media
+from mmaccel.core.report_page import page
+from mmaccel.media.thumbnails import SIDE, jpeg
+from tests.models.streams import QUESTION, film, open_session
+
+Call = Callable[..., tuple[int, str, str]]
+IMAGE = re.compile(r'src="data:image/jpeg;base64,([^"]+)"')
+REKV = "kv: {name: rekv, frames: 4, window: 4, local: 2}\n"
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails where a tag is left open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: dict[str, str] = {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        self.images = [picture(data) for data in IMAGE.findall(text)]
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.text[self.open[-1]] = self.text.get(self.open[-1], "") + data + "\n"
+
+
+def picture(data: str) -> torch.Tensor:
+    """[3, H, W] float of a picture of a page."""
+    image = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
+    return (
+        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        .view(image.height, image.width, 3)
+        .permute(2, 0, 1)
+        .float()
+    )
+
+
+def without_images(text: str) -> str:
+    return IMAGE.sub("", text)
+
+
+@pytest.fixture
+def streamed(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(REKV)
+    return str(path)
+
+
+def test_a_session_s_report_is_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    video = media.Video(film(24), torch.arange(24) / 2.0, 2.0, 2.0, 12.0)
+    with open_session("random-ov", {"name": "rekv", "frames": 4, "window": 8, "local": 2}) as session:
+        session.watch(video)
+        answer, report = session.ask(QUESTION, 4), session.report()
+    report.save_html(path, {QUESTION: answer, "<script>alert(1)</script>": "a & b"}, media.thumbnails(video))
+    text = path.read_text(encoding="utf-8")
+    found = Page(text)
+    assert "script" not in {tag for tag, _ in found.tags} and "alert(1)" in found.text["h3"]
+    assert answer.text in found.text["p"] and "a & b" in found.text["p"]
+    assert yaml.safe_load(found.text["pre"]) == json.loads(json.dumps(report.recipe))
+    best = answer.top(8)
+    assert len(found.images) == len(best) > 2
+    for shown, one in zip(found.images, best, strict=True):
+        frame = film(24)[round(one.seconds * 2)].float()
+        assert (
+            (shown - frame).abs().mean()
+            < 12
+            < (shown - film(24)[round(one.seconds * 2) - 5].float()).abs().mean()
+        )
+        assert f"{one.seconds:.1f} s" in found.text["b"]
+    assert f"{report.ttft_s:.3f} s" in found.text["td"]
+
+
+def test_a_page_asks_nothing_of_a_network(tmp_path: Path) -> None:
+    with open_session("random-ov", "rekv") as session:
+        session.watch(film(8), fps=2.0)
+        answer = session.ask(QUESTION, 2)
+        session.report().save_html(tmp_path / "page.html", {QUESTION: answer})
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//|url\(|@import", IMAGE.sub("", text).replace("<!doctype", ""))
+    assert "default-src 'none'" in text and "(no picture)" in text and not IMAGE.search(text)
+
+
+def test_ask_writes_a_page_and_so_does_report(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    made, run = tmp_path / "page.html", tmp_path / "run.json"
+    words = ("ask", clip, "How many ?", "--model", ov, "--recipe", "a_shape-short", "--compare", "--json")
+    status, out, err = call(*words, "--max-new-tokens", 2, "--report", made)
+    assert status == 0 and err == f"the page of this run: {made}\n"
+    run.write_text(out)
+    assert call("report", run)[0] == 0
+    text, again = made.read_text(), run.with_suffix(".html").read_text()
+    assert without_images(text) == without_images(again)
+    found, told = Page(text), json.loads(out)
+    assert [tag for tag, _ in found.tags].count("svg") == 2  # a map of heads for each run
+    assert "dense" in found.text["th"] and "a_shape-short" in found.text["th"]
+    assert f"{told['kept']:.1%} of the pairs of prefill" in found.text["td"]
+    assert "does not say on which frames" in found.text["p"]
+    given = media.read(clip, fps=told["fps"]).frames
+    for shown, other, number in zip(found.images, Page(again).images, range(0, 64, 8), strict=True):
+        assert max(shown.shape) <= SIDE and (shown - other).abs().mean() < 6
+        frame = picture(base64.b64encode(jpeg(given[number])).decode())
+        assert (other - frame).abs().mean() < 6
+
+
+def test_watch_shows_the_frames_an_answer_rests_on(
+    call: Call, clip: str, ov: str, streamed: str, tmp_path: Path
+) -> None:
+    made, run = tmp_path / "page.html", tmp_path / "run.json"
+    words = (
+        "watch",
+        clip,
+        "--model",
+        ov,
+        "--recipe",
+        streamed,
+        "--fps",
+        0.5,
+        "--max-new-tokens",
+        2,
+        "--json",
+    )
+    status, out, err = call(*words, "--question", "what ?@30", "--question", "how many ?", "--report", made)
+    assert status == 0 and err == f"the page of this run: {made}\n"
+    told, found = json.loads(out), Page(made.read_text())
+    seconds = [one["seconds"] for answer in told["answers"] for one in answer["evidence"]]
+    assert len(found.images) == len(seconds) == 10
+    for shown, when in zip(found.images, seconds, strict=True):
+        frame = media.thumbnails(clip)(when)
+        assert frame is not None and torch.equal(shown, picture(base64.b64encode(frame).decode()))
+    run.write_text(out)
+    call("report", run, "--out", made)
+    assert Page(made.read_text()).images
+    # A session that went on with another film: seconds of the earlier one have no picture here, later ones are moved.
+    run.write_text(json.dumps({**told, "began": 20.0, "shift": 20.0}))
+    call("report", run, "--out", made)
+    moved = [when for when in seconds if when > 20]
+    assert 0 < len(moved) < 10
+    first = media.thumbnails(clip)(moved[0] - 20)
+    assert first is not None and torch.equal(
+        Page(made.read_text()).images[0], picture(base64.b64encode(first).decode())
+    )
+    call("report", run, "--out", made, "--video", tmp_path / "gone.mp4")
+    assert Page(made.read_text()).images == [] and "(no picture)" in made.read_text()
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"answers": 3, "video": null}', '{"recipe": "x", "video": 3}', "no JSON"]
+)
+def test_what_is_no_run_is_said(call: Call, tmp_path: Path, text: str) -> None:
+    run = tmp_path / "run.json"
+    run.write_text(text)
+    status, out, err = call("report", run)
+    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+    assert not run.with_suffix(".html").exists()
+
+
+@pytest.mark.parametrize("words", [("ask", "clip.mp4", "hi"), ("watch", "clip.mp4")])
+def test_a_page_that_cannot_be_written_is_said_before_the_run(
+    call: Call, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    for path, said in ((tmp_path / "no" / "page.html", "does not exist"), (tmp_path, "is a folder")):
+        status, _, err = call(*words, "--report", path)
+        assert status == 2 and err.startswith("error: --report: ") and said in err
+
+
+def test_a_map_has_a_cell_for_each_head() -> None:
+    patterns = [["grid", "a_shape"], ["dense", "grid"]]
+    text = page(
+        {"mine": {"patterns": patterns, "kept_by_head": [[0.1, 0.5], [1.0, 0.1]], "notes": ["a <note>"]}}
+    )
+    found = Page(text)
+    cells = [attributes["d"] for tag, attributes in found.tags if tag == "path"]
+    assert sorted(len(re.findall("M", one or "")) for one in cells) == [1, 1, 2]
+    assert "M0 0h.9v.9h-.9zM1 1h.9v.9h-.9z" in cells and "a <note>" in found.text["li"]
+
+
+def test_a_long_recipe_and_text_that_is_no_utf_8_are_shown() -> None:
+    table = {n: {"name": "a_shape"} for n in range(2000)}
+    text = page(
+        {"mine": {"recipe": {"sparse": {"name": "per_head", "table": table}}}},
+        [{"question": "\ud800", "answer": ""}],
+    )
+    assert len(text) < 12_000 and "...\n</pre>" in text and "(nothing)" in text and text.encode()

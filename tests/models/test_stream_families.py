@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 import mmaccel
@@ -34,8 +36,9 @@ pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.filterwarnings("error
 
 @cache
 def pair(kind: str) -> tuple[Any, Any]:
-    made = sampler(kind)
-    model = made.model()
+    if kind == "perception_lm" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("its tower needs a newer timm under earlier transformers")
+    made, model = sampler(kind), sampler(kind).model()
     return model, made.processor(model.config)
 
 
@@ -175,7 +178,6 @@ def tokenizer(special: dict[str, int], named: dict[str, str]) -> Any:
 
 def stock(kind: str) -> Any:
     """The processor of transformers itself for the tiny model."""
-    transformers: Any = pytest.importorskip("transformers")
     pytest.importorskip("torchvision", reason="transformers' own processors need torchvision")
     name, special, place, settings, own, named = STOCK[kind]
     vision: Any = pair(kind)[0].config.vision_config
@@ -205,9 +207,7 @@ def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.
     if kind == "smolvlm":  # writes how many frames there are in words
         monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
     processor = stock(kind)
-    pace, rate = family_of(kind).pace(model), 0.02
-    first = 5 if kind != "glm4v" else 500
-    count = 3 * pace
+    rate, first, count = 0.02, 500 if kind == "glm4v" else 5, 3 * family_of(kind).pace(model)
     size = (64, 96) if kind not in ("internvl", "llava_next_video", "perception_lm", "smolvlm") else (28, 28)
     frames = torch.randint(
         0, 256, (count, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)

@@ -47,8 +47,7 @@ class StreamPasses:
     """
 
     left_out: int | None = None
-    _words = 0
-    """Tokens of a unit that are words (`units.py`)."""
+    words_beside: tuple[int, int] = (0, 0)
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
         self.model, self.family, self._attachment = model, family, attachment
@@ -77,7 +76,7 @@ class StreamPasses:
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             rows = self.family.frames(self.model, inputs)
         if self.thins is not None and units:
-            return thinned(self.thins, self.view.geometry.layers, rows, units, unit, vision)
+            return thinned(self.thins, self.view.geometry, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
 
@@ -105,10 +104,11 @@ class StreamPasses:
         """The places of what the recipe's pruner leaves of units at `made`."""
         if self.thins is None:
             return made
-        tokens = made.tokens - self._words
+        words = sum(self.words_beside)
+        tokens = made.tokens - words
         left = left_of(self.thins, tokens)
         self.left_out = tokens * self.thins.group - left
-        return made.anew(left + self._words)
+        return made.anew(left + words)
 
     def words(self, ids: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -283,7 +283,10 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
         if size not in self._units:
             inputs, _, unit, _ = self._positions(size, None, 1)
-            self._units[size] = self.family.frame_size(self.model, inputs), unit.shape[1] - self._words
+            self._units[size] = (
+                self.family.frame_size(self.model, inputs),
+                unit.shape[1] - sum(self.words_beside),
+            )
         return self._units[size]
 
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -346,7 +349,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         def steps(units: int) -> Tensor:
             return self.family.steps(self.model, inputs, units)
 
-        if self._words:
+        if any(self.words_beside):
             made = PositionIds.evenly(head, unit, text, slope, limit)
         else:
             made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
@@ -367,7 +370,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         positions = self.family.positions(self.model, inputs)
         rows = positions[:, 0] if positions.ndim == 3 else positions
         begin, inside = head.numel(), int((self.family.layout(self.model, inputs).frame[0] >= 0).sum())
-        end = begin + inside + units * self._words
+        end = begin + inside + units * sum(self.words_beside)
         return inputs, rows[:, :begin], rows[:, begin:end], int(rows[0, end])
 
     def prompt(

@@ -100,15 +100,15 @@ class WrittenStream(HFStreamAdapter):
         return Written(self.family, self.model, self.processor, *super()._chat(""))
 
     @property
-    def _words(self) -> int:  # type: ignore[override]
-        return sum(self._written.length)
+    def words_beside(self) -> tuple[int, int]:  # type: ignore[override]
+        return self._written.length
 
     def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         less = len(super()._chat("")[1]) - len(self._written.tail)
         return self._written.head, super()._chat(question)[1][less:]
 
     def _shown(self, inputs: Mapping[str, Any], times: Sequence[float]) -> Tensor:
-        if not self._words:
+        if not any(self.words_beside):
             return super()._shown(inputs, times)
         ids, pace, shown = inputs["input_ids"], self.frames_a_step, list[int]()
         # Of a frame that repeats the last some processors leave tokens out, of the first none.

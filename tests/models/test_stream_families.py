@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError
+from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, step
 from mmaccel.models.prompt_layout import in_seconds
@@ -28,13 +31,14 @@ KINDS = (
 )
 QUESTION, FPS, CLOSE = "what moved?", 2.0, 2e-5
 WHOLE, TIGHT = every_stream(), every_stream(frames=6, window=8)
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.filterwarnings("error:An output with one")]
 
 
 @cache
 def pair(kind: str) -> tuple[Any, Any]:
-    made = sampler(kind)
-    model = made.model()
+    if kind == "perception_lm" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("its tower needs a newer timm under earlier transformers")
+    made, model = sampler(kind), sampler(kind).model()
     return model, made.processor(model.config)
 
 
@@ -174,7 +178,6 @@ def tokenizer(special: dict[str, int], named: dict[str, str]) -> Any:
 
 def stock(kind: str) -> Any:
     """The processor of transformers itself for the tiny model."""
-    transformers: Any = pytest.importorskip("transformers")
     pytest.importorskip("torchvision", reason="transformers' own processors need torchvision")
     name, special, place, settings, own, named = STOCK[kind]
     vision: Any = pair(kind)[0].config.vision_config
@@ -204,9 +207,7 @@ def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.
     if kind == "smolvlm":  # writes how many frames there are in words
         monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
     processor = stock(kind)
-    pace, rate = family_of(kind).pace(model), 0.02
-    first = 5 if kind != "glm4v" else 500
-    count = 3 * pace
+    rate, first, count = 0.02, 500 if kind == "glm4v" else 5, 3 * family_of(kind).pace(model)
     size = (64, 96) if kind not in ("internvl", "llava_next_video", "perception_lm", "smolvlm") else (28, 28)
     frames = torch.randint(
         0, 256, (count, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
@@ -243,13 +244,11 @@ def test_features_that_layers_add_reach_them(monkeypatch: pytest.MonkeyPatch) ->
     def lost(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
         return embeds[:, :wide], {}
 
+    monkeypatch.setattr(deepstack, "parted", lost)
     with session("qwen3_vl", "full") as one:
         one.watch(film(4, "qwen3_vl"), fps=FPS)
         own = plain("qwen3_vl", one, film(4, "qwen3_vl"))
-        monkeypatch.setattr(deepstack, "parted", lost)
-        with session("qwen3_vl", "full") as two:
-            two.watch(film(4, "qwen3_vl"), fps=FPS)
-            assert (logits(two, QUESTION) - own).abs().max() > 100 * CLOSE
+        assert (logits(one, QUESTION) - own).abs().max() > 100 * CLOSE
 
 
 def test_a_pruner_of_frames_leaves_the_times() -> None:
@@ -265,6 +264,26 @@ def test_a_pruner_of_frames_leaves_the_times() -> None:
         pytest.raises(ModelError, match="cannot read the vision tower of qwen3_vl"),
     ):
         one.watch(film(4, "qwen3_vl"), fps=FPS)
+
+
+def test_a_pruner_between_layers_leaves_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut, left = RecallPruning._cut, list[Tensor]()
+
+    def noted(self: Any, *given: Any) -> Tensor:
+        left.append(cut(self, *given))
+        return left[-1]
+
+    monkeypatch.setattr(RecallPruning, "_cut", noted)
+    with session("qwen3_vl", "full", prune={"name": "fastv", "layer": 2, "retention": 0.25}) as one:
+        one.watch(film(12, "qwen3_vl"), fps=FPS)
+        one.ask(QUESTION, 2)
+        stream: Any = one._live.stream  # type: ignore[union-attr]
+    ahead, behind = stream.words
+    place = (left[0][left[0] >= stream.head] - stream.head) % stream.unit
+    words = (place < ahead) | (place >= stream.unit - behind)
+    tokens = stream.unit - ahead - behind
+    assert ahead > 10 and behind == 1
+    assert int(words.sum()) == 12 * (ahead + behind) and int((~words).sum()) == 12 * tokens // 4
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "qwen3_5"])

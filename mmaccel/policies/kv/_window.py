@@ -106,10 +106,16 @@ class Rope:
         self.angles, self.apply, self.model = partial(model.angles, dtype=dtype), model.apply_rope, model
         self._kept: dict[Hashable, Angles] = {}
         self.forget = self._kept.clear
+        self._size = 0
 
     def apply_(self, x: Tensor, angles: Angles) -> None:
         """`apply` in place."""
         self.model.apply_rope_(x, angles)
+
+    def size(self, positions: Tensor) -> int:
+        """How many of the D are turned, asked with some positions."""
+        self._size = self._size or self.angles(positions[..., :1])[0].shape[-1]
+        return self._size
 
     def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
         """The angles of `positions()` [n] or [3, n], made when `name` is new."""

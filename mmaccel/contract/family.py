@@ -43,6 +43,10 @@ SPARSE: dict[str, dict[str, Any]] = {
     "q_boundary": _SIDES,
     "k_boundary": _SIDES,
     "boundary_2d": {"default": _INNER},
+    "per_head": {
+        "table": {0: {"name": "tri_shape", "sink": 16, "window": 32, "bottom": 24}, 1: {**_INNER, "sink": 0}},
+        "default": {"name": "sf_strided", "stride": 24},
+    },
 }
 """Patterns by name, with budgets under half of the pairs of `PIECES`."""
 FULL: dict[str, dict[str, Any]] = {
@@ -166,7 +170,10 @@ def _patterns(tried: _Tried) -> Iterator[Row]:
     attend, layout = tried.model.config._attn_implementation, tried.family.layout(tried.model, tried.inputs)
     length, whole = layout.length, tried.family.whole(tried.model)
     behind = _behind(layout.modality[0])
-    for name, budget in SPARSE.items():
+    for name, given in SPARSE.items():
+        # A table has the heads of each layer.
+        own = {"table": dict.fromkeys(range(tried.depth), given["table"])} if "table" in given else {}
+        budget = {**given, **own}
         recipe: dict[str, Any] = {"sparse": {"name": name, "block": BLOCK, **budget}, "dense_tail": 0}
         found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         with accelerate(tried.model, backend="reference", **recipe) as fast:

@@ -140,6 +140,13 @@ def _grid(given: Any, layout: TokenLayout, query: Tensor, key: Tensor) -> Tensor
     return (slash | _near(i, j, given)) & (i >= j)
 
 
+def _per_head(given: Any, layout: TokenLayout, query: Tensor, key: Tensor) -> Tensor:
+    """A pattern for each head, alike in all layers; the others follow the default."""
+    table: Any = next(iter(given["table"].values()))
+    found = [table.get(head, given["default"]) for head in range(len(query))]
+    return torch.cat([DEFINED[one["name"]](one, layout, query, key)[:1] for one in found])
+
+
 DEFINED: dict[str, Callable[..., Any]] = {
     "a_shape": _a_shape,
     "tri_shape": _tri_shape,
@@ -148,6 +155,7 @@ DEFINED: dict[str, Callable[..., Any]] = {
     "vertical_slash": _vertical_slash,
     "block_topk": _block_topk,
     "grid": _grid,
+    "per_head": _per_head,
     "q_boundary": _within(lambda asks, shown: (MODALITIES[asks], False)),
     "k_boundary": _within(lambda asks, shown: (MODALITIES[shown], True)),
     "boundary_2d": _within(lambda asks, shown: ("default", True)),

@@ -13,6 +13,7 @@ from mmaccel.core.layout import IMAGE, TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.masked import Images
 from mmaccel.core.registry import policy
+from tests.backends.oracle import budget
 from tests.backends.test_triton import run
 
 B, H, G, N, D, START = 2, 4, 2, 300, 16, 70
@@ -100,3 +101,26 @@ def test_by_the_kernel_interpreted() -> None:
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
     out = run("pytest", f"{__file__}::test_a_planned_layer", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
     assert "4 passed" in out and "failed" not in out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [128, 256, 512])
+def test_on_a_device(size: int) -> None:
+    """Heads as large as those of Gemma 3 and 4, images of 256 tokens, within the error of the type."""
+    device, keys, start = torch.device("cuda"), 2048, 512
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 8, keys - start, size), (1, 2, keys, size), (1, 2, keys, size)
+    query, key, value = (torch.randn(*s, generator=generator).to(device, torch.bfloat16) for s in shapes)
+    told = TokenLayout.build(torch.full((1, keys), IMAGE, device=device))
+    spans = tuple((0, begin, begin + 256) for begin in range(start, keys - 256, 264))
+    images = Images(spans, frozenset({0})).of(0, start, told)
+    pattern = policy("sparse", {"name": "a_shape", "sink": 64, "window": 256})
+    plan = pattern.plan(query, key, told.take(slice(start, None)), told)
+    out = images.attend(plan, (), KVView(key, value), None, query, key, value, size**-0.5, triton.op)
+    rows, columns = torch.arange(start, keys, device=device)[:, None], torch.arange(keys, device=device)
+    mask = (rows >= columns) & ((rows - columns < 256) | (columns < 64))
+    for _, begin, past in spans:
+        mask |= (begin <= rows) & (rows < columns) & (columns < past)
+    exact, most = budget(query, key, value, mask[None, None], size**-0.5)
+    assert float((out.double() - exact).abs().max()) <= most

@@ -267,3 +267,19 @@ def test_what_the_stock_processors_make(kind: str, random_folder: Callable[[str]
         with mmaccel.accelerate(model, **recipe) as fast:
             assert torch.equal(tokens_of(model, inputs), plain)
             assert fast.report().video_units == 8
+
+
+@torch.no_grad()
+def test_packed_prompts_see_themselves_alone(built: Any) -> None:
+    kind, model = built
+    one = prompt(kind, [("text", 20), ("video", 4), ("text", 5)])
+    other = prompt(kind, [("text", 30), ("video", 6), ("text", 9)], seed=4)
+    size = one["input_ids"].shape
+    both = {name: torch.cat([x, other[name]], int(x.shape == size)) for name, x in one.items()}
+    del both["attention_mask"]
+    places = torch.cat([torch.arange(x["input_ids"].shape[1]) for x in (one, other)])[None]
+    want = torch.cat([model(**one).logits, model(**other).logits], 1)
+    with mmaccel.accelerate(model):
+        whole = model(**both, position_ids=places, use_cache=False).logits
+        last = model(**both, position_ids=places, use_cache=False, logits_to_keep=1).logits
+    assert (whole - want).abs().max() < 1e-5 and (last - want[:, -1:]).abs().max() < 1e-5

@@ -21,7 +21,7 @@ SEED ?= 100
 SOURCE ?= $(notdir $(STOCK:/=))
 STOCK_OUT ?= runs/stock.jsonl
 
-.PHONY: install serve demo test test-page test-numeric test-oldest test-stock check lint types house house-write train bench clean
+.PHONY: install serve demo test test-page test-numeric test-oldest test-stock check lint types house house-write docs train bench clean
 
 install: $(STAMP)
 
@@ -80,6 +80,11 @@ types: $(STAMP)
 # The counts of the house beside their marks, and its walls; house-write lowers the ceilings and writes the page's arrows.
 house house-write: $(STAMP)
 	$(TEST_ENV) $(PY) -m tests.house $(if $(filter house-write,$@),--write)
+
+# The site, from the pages in docs/ and the docstrings; a warning is an error. It reads no network once its packages are there.
+docs: $(STAMP)
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 check: lint types test
 

@@ -23,7 +23,20 @@ PAGES = (
     "bench/README.md",
     *(
         f"docs/{n}.md"
-        for n in ("mminference", "mosaic", "speed", "compose", "architecture", "stock", "families", "serving")
+        for n in (
+            *(
+                "mminference",
+                "mosaic",
+                "speed",
+                "compose",
+                "architecture",
+                "stock",
+                "families",
+                "serving",
+                "troubleshooting",
+            ),
+            *(f"tutorials/{n}" for n in ("long-video", "stream", "captions", "own-policy", "own-family")),
+        )
     ),
 )
 ENDS = re.compile(r"\s(?:#|&&|<|>|\|).*")

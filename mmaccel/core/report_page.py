@@ -30,6 +30,7 @@ HEAD = """<!doctype html>
 :root {{ color-scheme: light dark }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem }}
 h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }} h3 {{ font-size: 1rem; margin-bottom: 0 }}
+h3 .less {{ font-weight: normal }}
 table {{ border-collapse: collapse }} th, td {{ text-align: left; vertical-align: top; padding: .15rem 1.2rem .15rem 0 }}
 th {{ font-weight: 600 }} pre {{ overflow-x: auto; padding: .7rem; border: 1px solid #8886 }}
 .frames {{ display: flex; flex-wrap: wrap; gap: .7rem }} figure {{ margin: 0; width: 13rem; font-size: .85rem }}
@@ -63,6 +64,7 @@ class Paged:
                 "question": text,
                 "answer": said.text,
                 "finish_reason": said.finish_reason,
+                "ttft_s": said.ttft_s,
                 "moments": len(said.evidence),
                 "evidence": [asdict(one) for one in said.top()],
             }
@@ -86,7 +88,8 @@ def page(
 
     runs        name -> the fields of a `Report` (`to_dict`), of which any may be missing; runs stand side by side
     answers     each with "question", "answer" (its text), and perhaps "recipe" (the name of its run), "finish_reason",
-                "asked_at" (seconds) and "evidence", best first: mappings with the fields of an `Evidence`
+                "asked_at" and "ttft_s" (seconds), "moments" (how many it rests on) and "evidence", best first: mappings
+                with the fields of an `Evidence`
     facts       what else is said of the run, by label
     thumbnails  gives the pictures; None: times alone
     given       seconds of the frames that the model was given, shown where no answer has evidence
@@ -107,8 +110,8 @@ def page(
         parts.append(f"<h2>Frames that the model was given: {len(some)} of {len(given)}</h2>")
         parts.append(_figures(some, thumbnails))
         parts.append(
-            '<p class="less">`generate` does not say on which frames its answer rests; a session does '
-            "(`mmaccel watch`, `VideoSession.ask`).</p>"
+            '<p class="less"><code>generate</code> does not say on which frames its answer rests; a session does '
+            "(<code>mmaccel watch</code>, <code>VideoSession.ask</code>).</p>"
         )
     parts += ["<h2>What it cost and what it kept</h2>", _costs(runs)]
     for name, run in runs.items():
@@ -152,8 +155,10 @@ def _answer(answer: Fields, end: float, thumbnails: Thumbnails | None) -> str:
     when = "" if at is None else f" after {at:.1f} s"
     why = answer.get("finish_reason", "stop")
     cut = "" if why == "stop" else f" [ended: {why}]"
+    first = answer.get("ttft_s")
+    took = "" if first is None else f", first token after {first:.3f} s"
     parts = [
-        f"<h3>{escape(str(answer['question']))}<span class=less>{when} {escape(by)}</span></h3>",
+        f"<h3>{escape(str(answer['question']))}<span class=less>{when}{took} {escape(by)}</span></h3>",
         f"<p>{escape(str(answer['answer']) or '(nothing)')}{escape(cut)}</p>",
     ]
     evidence = answer.get("evidence") or ()
@@ -161,7 +166,7 @@ def _answer(answer: Fields, end: float, thumbnails: Thumbnails | None) -> str:
         scored = [one.get("score") for one in evidence]
         whole = all(score is not None for score in scored)
         weights = scored if whole else [one["share"] for one in evidence]
-        what = "part of what reached the answer" if whole else "of the layers looked at it"
+        what = "of what reached the answer" if whole else "of the layers looked at it"
         some = [
             (one["seconds"], f"frame {_span(one['frames'])}: {weight:.1%} {what}")
             for one, weight in zip(evidence, weights, strict=True)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmaccel import media
 from mmaccel.core.report_page import page
-from mmaccel.media.thumbnails import SIDE, jpeg
+from mmaccel.media.thumbnail import SIDE, jpeg
 from tests.models.streams import QUESTION, film, open_session
 
 Call = Callable[..., tuple[int, str, str]]

@@ -1,0 +1,1 @@
+"""What a call runs through: recipe, attention, memory, decoding, streams. It knows no model and no policy by name."""

@@ -1,0 +1,144 @@
+"""The site: its navigation, links and reference lead somewhere, tutorials are short and run; and what a forge runs.
+
+`make docs` builds it, where a warning is an error; nothing here needs its packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import mmaccel
+from mmaccel.core.registry import KINDS, registry
+from mmaccel_lab.world import World, write_mp4
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TUTORIALS = sorted(path.name for path in (DOCS / "tutorials").glob("*.md"))
+SITE = runpy.run_path(str(DOCS / "site.py"))
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+WORDS = 1500
+
+
+def pages(nav: Any) -> Iterator[str]:
+    """The files that a navigation names."""
+    for one in nav:
+        for inner in one.values():
+            yield from [inner] if isinstance(inner, str) else pages(inner)
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"(?s)```python\n(.*?)```", page.read_text(encoding="utf-8"))
+
+
+def test_every_page_stands_in_the_navigation() -> None:
+    named = list(pages(CONFIG["nav"]))
+    there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | set(SITE["OUTSIDE"].values())
+    assert len(named) == len(set(named)) and set(named) == there - set(SITE["ONCE_THERE"])
+    assert all((ROOT / path).is_file() for path in SITE["OUTSIDE"])
+
+
+def test_links_stay_on_the_site() -> None:
+    linked: Callable[[str, str], str] = SITE["linked"]
+    text = "[a](docs/speed.md#b) ![c](docs/sweep.svg) [d](lab/README.md) [e](examples/stock_qwen.py) [f](https://g.h)"
+    assert linked(text, "index.md") == "[a](speed.md#b) ![c](sweep.svg) [d](lab.md) e [f](https://g.h)"
+    assert (
+        linked("[a](../../CONTRIBUTING.md) [b](../speed.md)", "tutorials/x.md")
+        == "[a](../contributing.md) [b](../speed.md)"
+    )
+    assert linked("[a](nowhere.md)", "presets.md") == "[a](nowhere.md)"  # mkdocs says that it leads nowhere
+
+
+def test_rows_of_a_docstring_are_lists() -> None:
+    text = (
+        "One.\n\nsink, window  the first\n              and the last\nblock   tokens\n\n    code\nEnd of it."
+    )
+    assert SITE["listed"](text) == (
+        "One.\n\n- **sink, window**: the first\n  and the last\n- **block**: tokens\n\n    code\nEnd of it."
+    )
+    plain = "Two lines\nof prose, where nothing  is a row? no: `x` is."
+    assert SITE["listed"](plain) == plain
+
+
+def test_the_reference_names_what_is_there() -> None:
+    names = re.findall(r"(?m)^::: (\S+)$", (DOCS / "reference.md").read_text(encoding="utf-8"))
+    for name in names:
+        module, _, last = name.rpartition(".")
+        found = getattr(importlib.import_module(module), last, None) or importlib.import_module(name)
+        assert found.__doc__, name
+    missing = set(mmaccel.__all__) - {name.removeprefix("mmaccel.") for name in names}
+    # `attached` is for tools; errors stand on their module's part of the page.
+    assert missing == {"MmaccelError", "MmaccelWarning", "__version__", "attached", "models", "policies"}
+
+
+def test_pages_for_newcomers_are_short() -> None:
+    long = {}
+    for path in [DOCS / "troubleshooting.md", *(DOCS / "tutorials").glob("*.md")]:
+        count = len(path.read_text(encoding="utf-8").split())
+        if count > WORDS:
+            long[path.name] = count
+    assert TUTORIALS and long == {}
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page registers is gone after it."""
+    for kind in KINDS:
+        monkeypatch.setattr(registry(kind), "_classes", dict(registry(kind)._classes))
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_runs_as_it_stands(
+    name: str, shipped: Callable[[str], str], forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped("tiny-ov"), shipped("tiny-ov-draft")
+    monkeypatch.chdir(tmp_path)
+    for video in ("film.mp4", "camera.mp4"):
+        write_mp4(World.generate(7, 128), tmp_path / video)
+    found = blocks(DOCS / "tutorials" / name)
+    assert found
+    module = ModuleType("tutorial")
+    monkeypatch.setitem(sys.modules, "tutorial", module)  # where dataclasses look names up
+    space = vars(module)
+    for number, block in enumerate(found):
+        exec(compile(block, f"{name}, block {number}", "exec", dont_inherit=True), space)
+    if name == "long-video.md":
+        assert space["answer"] == "orange" and "orange" in Path("page.html").read_text()
+    if name == "stream.md":
+        assert space["answer"].text == "pink" and Path("page.html").read_text().count("<img") > 2
+
+
+def test_the_tutorial_s_own_policy_is_known_to_commands(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(blocks(DOCS / "tutorials" / "own-policy.md")[0])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "lab")])
+    for words in (["describe", "powers"], ["draw", "powers", "--out", "powers.png"]):
+        command = [sys.executable, "-m", "mmaccel", "--import", "mine.py", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "powers.png").stat().st_size > 1000
+
+
+def test_a_forge_runs_what_ci_runs_on_the_pythons_of_the_package() -> None:
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    check = flow["jobs"]["check"]
+    assert {"run": ".ci/run"} in check["steps"] and os.access(ROOT / ".ci" / "run", os.X_OK)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    classed = [one.rpartition(" :: ")[2] for one in project["classifiers"] if re.search(r":: 3\.\d+$", one)]
+    assert check["strategy"]["matrix"]["python"] == classed == ["3.11", "3.12"]
+    assert {"run": "make docs"} in flow["jobs"]["docs"]["steps"] and project["authors"]
+    pinned = project["optional-dependencies"]["docs"]
+    assert pinned and all("==" in one for one in pinned)

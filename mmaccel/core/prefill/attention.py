@@ -288,11 +288,7 @@ class ForwardPass(PrefillPass):
         self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         """[B, H, n, D]: what the pattern lists of `view`, or all of it."""
-        plan, recipe = None, self.config.recipe
-        sparse = self.prefill and not recipe.sparse.dense and layer not in recipe.dense_layers
-        sparse = sparse and query.shape[2] >= MIN_ROWS and view.bias is None and self._in_places(view)
-        if sparse and self.pays(layer, query, key.shape[2], view):
-            plan = self._plan(layer, view, query, key, value)
+        plan = self._plan(layer, view, query, key, value)
         self._count(layer, plan, view, query)
         if plan is None:
             return self._dense(view, query, key, value, scale)
@@ -353,12 +349,17 @@ class ForwardPass(PrefillPass):
     def _plan(
         self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor
     ) -> AttentionPlan | None:
-        """The plan of the pattern over what `view` shows, without the tail's rows, narrowed by the view's window."""
+        """The pattern's plan over what `view` shows, without the tail's rows, narrowed by the view's window; None: dense."""
+        recipe = self.config.recipe
+        sparse = self.prefill and not recipe.sparse.dense and layer not in recipe.dense_layers
+        sparse = sparse and query.shape[2] >= MIN_ROWS and view.bias is None and self._in_places(view)
+        if not sparse or not self.pays(layer, query, key.shape[2], view):
+            return None
         plan = self.config.plan(layer, query, key, value, *self._shown(view.column))
         if plan is not None:
             if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
                 self.config.check_length(self.layout.length + self.rest)
-            check_sizes(plan, self.config.recipe.sparse.name, query, key, whole=not self.layout.padded)
+            check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.padded)
             plan = plan if view.window is None else plan.within(view.sinks, view.window)
         if plan is None or all(begin == end for _, begin, end in self._tails):
             return plan

@@ -222,7 +222,7 @@ class ModelAdapter(ABC):
         raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
 
     def check(self, model: nn.Module, recipe: Any) -> None:
-        """Raise `RecipeError` for what of a recipe the model cannot do (`unable`, `first_cut`)."""
+        """Raise `RecipeError` for what of a recipe the model cannot do (`unable`, `first_cut`, `unsharded`)."""
         who, prune, draft = f"models of the family {self.name!r}", recipe.prune, recipe.draft
         asked = {
             "streams": ("kv", recipe.kv, not recipe.kv.sequences),
@@ -234,6 +234,14 @@ class ModelAdapter(ABC):
             kind, part, wanted = asked[what]
             if wanted:
                 raise RecipeError(f"{kind} {part.name!r}: {who} {self.unable[what]}; leave {kind} out.")
+        if (getattr(model, "tp_size", None) or 1) == 1:
+            return
+        for kind, part in (("kv", recipe.kv), ("prune", prune), ("draft", draft), ("prune", draft.pruner)):
+            if part is not None and part.unsharded is not None:
+                raise RecipeError(
+                    f"{kind} {part.name!r}: it {part.unsharded}, and under tensor parallelism a process has some of the "
+                    f"heads; choose another {kind}, or load the model without distributed_config."
+                )
         layers = [] if prune is None else [one.layer for one in prune.stages(self.geometry(model).layers)]
         first = self.first_cut(model)
         if layers and 0 < layers[0] < first:

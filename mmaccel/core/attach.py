@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
@@ -17,22 +16,25 @@ from torch import Tensor, nn
 from mmaccel.backends import select
 from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
 from mmaccel.core.errors import ModelError, RecipeError, nearest, shown
-from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVState, StreamState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import AttentionConfig
 from mmaccel.core.prefill.prune import checked_stages
+from mmaccel.core.prefill.sparse import choose_backend
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, RunningStates
 from mmaccel.core.turns import Turns
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from mmaccel.core.prefill.context import Context
+
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
-
-FRAME = 196
-"""Tokens of a frame of the prompts on which a pattern's planning is timed."""
 
 
 class StreamModel(ABC):
@@ -215,7 +217,10 @@ class Accelerated:
     that policies get).
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    context: Context | None = None
+    """The processes with which this one shares the rows of a prompt."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, context_mesh: DeviceMesh | None = None) -> None:
         self._outer = model
         self.model = model = unwrapped(model)
         self.adapter = adapter_for(model)
@@ -225,7 +230,13 @@ class Accelerated:
         try:
             self.recipe = recipe = fitted(recipe, self.view)
             choice = choose_backend(recipe, self.view)
-            kernel, sliding = select.get(choice.backend, self.view.device), self.adapter.sliding(model)
+            sliding = self.adapter.sliding(model)
+            if context_mesh is not None:
+                from mmaccel.core.prefill.context import Context
+
+                self.context = Context(context_mesh, recipe, sliding)
+                choice = self.context.agreed(choice)
+            kernel = select.get(choice.backend, self.view.device)
             self.attention = AttentionConfig(recipe, choice.backend, kernel, choice=choice, sliding=sliding)
             self._detach: Callable[[], None] | None = None
             self._detach = self.adapter.attach(model, self)
@@ -245,6 +256,8 @@ class Accelerated:
         def state(layers: int) -> KVState:
             return self.recipe.kv.open(replace(shape, layers=layers), self.view, self.view.device)
 
+        if self.context is not None:
+            return self.context.state(state(shape.layers))
         prune = self.recipe.prune
         return PrunedKVState(prune, shape.layers, state) if prune else self.adapter.memory(self.view, state)
 
@@ -316,21 +329,26 @@ class Accelerated:
 
 
 def accelerate(
-    model: nn.Module, recipe: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any
+    model: nn.Module,
+    recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
+    *,
+    context_mesh: DeviceMesh | None = None,
+    **choices: Any,
 ) -> Accelerated:
     """Attach a recipe to an unmodified Hugging Face model; `model.generate(...)` stays the user's call. For a
     model in a PEFT wrapper, the recipe goes on the inner model, and the wrapper's `generate` is accelerated too.
 
     recipe: a preset's or policy's name, a YAML path, a mapping or a `Recipe`; `choices` set its fields (``sparse=...``,
-    ``kv=...``, ``draft=...``). Use the result as a context manager, or call its `detach`. Waits until calls of the model in
-    other threads have ended. Raises `RecipeError` or `ModelError` in one sentence; the model is then as it was before.
+    ``kv=...``, ``draft=...``). context_mesh: processes with the whole model each, which share the rows of every prompt and
+    make the same calls (docs/several_gpus.md). Use the result as a context manager, or call its `detach`. Waits until calls
+    in other threads have ended. Raises `RecipeError` or `ModelError` in one sentence; the model is then as it was before.
     """
     chosen = Recipe.load(recipe, **choices)
     if attached(model) is not None:
         raise ModelError(
             "the model is already accelerated; call detach() on what accelerate returned, then attach again."
         )
-    return Accelerated(model, chosen)
+    return Accelerated(model, chosen, context_mesh)
 
 
 def fitted(recipe: Recipe, view: ModelView) -> Recipe:
@@ -368,25 +386,6 @@ def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
     choice, windows = choose_backend(recipe, adapter.view), adapter.attention.kernel
     kernel = select.get(choice.backend, adapter.device)
     return AttentionConfig(recipe, choice.backend, kernel, choice=choice, windows=windows)
-
-
-def choose_backend(recipe: Recipe, view: ModelView) -> select.Choice:
-    """The backend of a recipe on a model; "auto" may measure, the making of the recipe's plans included."""
-    device, sizes = view.device, view.geometry
-    if recipe.sparse.dense and recipe.backend == "auto":
-        return select.Choice(select.choose(device), "the recipe is dense and lists no block")
-    dtype = next(view.model.parameters()).dtype
-    pattern = recipe.sparse.at(0)
-
-    def plan(n: int) -> Callable[[], object]:
-        place = torch.arange(n, device=device)[None]
-        layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // FRAME)
-        query = torch.randn(1, sizes.heads, n, sizes.head_dim, device=device).to(dtype)
-        return lambda: pattern.plan(query, query[:, : sizes.kv_heads], layout, layout)
-
-    label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
-    shape = select.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
-    return select.decide(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
 
 
 def attached(model: nn.Module) -> Accelerated | None:

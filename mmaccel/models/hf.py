@@ -97,6 +97,8 @@ class Attachment(Attaching):
         in_chunks(hooks, family.pointwise(model), family)
         rotate_by(hooks, family.attentions(model), family.rotate_function)
         self.forward = self.text.forward
+        if self.owner.context is not None:
+            self.forward = self.owner.context.around(self.forward, of_columns, self.states)
         hooks.wrap(self.text, "forward", self._call, self._text_forward)
         hooks.callback(self.owner.left)
         self.owner.joined()
@@ -262,7 +264,7 @@ class Attachment(Attaching):
             new = text(count, None if mask is None else mask[:, -count:])
         lent = cache is None
         packed = packed_in(kwargs, mask, self.family.mrope) if lent else None
-        if not recipe.kv.exact or self.pruning is not None:
+        if not recipe.kv.exact or self.pruning is not None or self.owner.context is not None:
             cache = self._own(cache, kwargs, new, packed)
         known = self.known(cache) if start else None
         if start and known is None:

@@ -292,16 +292,7 @@ class ForwardPass(PrefillPass):
         self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         """[B, H, n, D]: what the pattern lists of `view`, or all of it."""
-        plan, recipe = None, self.config.recipe
-        dense = recipe.sparse.dense or layer in recipe.dense_layers or layer in self.config.sliding
-        sparse = self.prefill and not dense and query.shape[2] >= MIN_ROWS and view.bias is None
-        sparse = sparse and self._in_places(view)
-        if self.prefill and not dense and query.shape[2] >= MIN_ROWS and view.bias is not None:
-            (self.meter or self.config.meter).note(BIASED.format(self.config.recipe.sparse.name))
-        if sparse and self.pays(layer, query, key.shape[2], view):
-            # Estimates weigh scores by the size of a head.
-            even = scale * query.shape[3] ** 0.5
-            plan = self._plan(layer, view, query if abs(even - 1) < 1e-3 else query * even, key, value)
+        plan = self._plan(layer, view, query, key, value, scale)
         images = None if self.images is None else self.images.of(layer, self.start, self.layout)
         self._count(layer, plan, view, query, images)
         if images is not None:
@@ -343,14 +334,26 @@ class ForwardPass(PrefillPass):
         return valid if view.column is None else valid[:, view.column]
 
     def _plan(
-        self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor
+        self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> AttentionPlan | None:
-        """The plan of the pattern over what `view` shows, without the tail's rows, narrowed by the view's window."""
+        """The pattern's plan over what `view` shows, without the tail's rows, narrowed by the view's window; None: dense."""
+        recipe = self.config.recipe
+        dense = recipe.sparse.dense or layer in recipe.dense_layers or layer in self.config.sliding
+        if not self.prefill or dense or query.shape[2] < MIN_ROWS:
+            return None
+        if view.bias is not None:
+            (self.meter or self.config.meter).note(BIASED.format(recipe.sparse.name))
+            return None
+        if not self._in_places(view) or not self.pays(layer, query, key.shape[2], view):
+            return None
+        # Estimates weigh scores by the size of a head.
+        even = scale * query.shape[3] ** 0.5
+        query = query if abs(even - 1) < 1e-3 else query * even
         plan = self.config.plan(layer, query, key, value, *self._shown(view.column))
         if plan is not None:
             if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
                 self.config.check_length(self.layout.length + self.rest)
-            check_sizes(plan, self.config.recipe.sparse.name, query, key, whole=not self.layout.padded)
+            check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.padded)
             plan = plan if view.window is None else plan.within(view.sinks, view.window)
         if plan is None or all(begin == end for _, begin, end in self._tails):
             return plan

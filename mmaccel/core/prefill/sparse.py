@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,7 @@ from mmaccel.backends.ops.block_attend import empty_output, prepare, remember
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.merge_heads import adjacent, joined
 from mmaccel.core.prefill.plan import (
@@ -40,6 +41,9 @@ MERGED = 1 << 26
 TILE = 128
 """Rows and keys of a block of a window's plan: a tile of the kernel for Hopper, and blocks too many at either end of a
 window are few."""
+
+FRAME = 196
+"""Tokens of a frame of the prompts on which a pattern's planning is timed."""
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
 """A backend's operator; its arguments are those of `ops.block_attend.define`."""
@@ -237,6 +241,25 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[
         return select.get("triton", device)
     except RecipeError:
         return None
+
+
+def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
+    """The backend of a recipe on a model; "auto" may measure, the making of the recipe's plans included."""
+    device, sizes = view.device, view.geometry
+    if recipe.sparse.dense and recipe.backend == "auto":
+        return select.Choice(select.choose(device), "the recipe is dense and lists no block")
+    dtype = next(view.model.parameters()).dtype
+    pattern = recipe.sparse.at(0)
+
+    def plan(n: int) -> Callable[[], object]:
+        place = torch.arange(n, device=device)[None]
+        layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // FRAME)
+        query = torch.randn(1, sizes.heads, n, sizes.head_dim, device=device).to(dtype)
+        return lambda: pattern.plan(query, query[:, : sizes.kv_heads], layout, layout)
+
+    label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
+    shape = select.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
+    return select.decide(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
 
 
 @lru_cache(64)

@@ -81,6 +81,7 @@ class Parallel(PeerStrategy):
     """
 
     service: ClassVar[str] = SERVICE
+    unsharded: ClassVar[str | None] = "drafts by the clock, on which processes do not agree"
 
     window: int | None = None
     most: int = 16

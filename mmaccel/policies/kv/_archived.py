@@ -106,6 +106,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     """
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
+    unsharded: ClassVar[str | None] = "chooses frames by the keys of all heads"
     FORMER: ClassVar[Mapping[str, Former]] = {
         "similarity": Former(part="frames"),
         "copies": Former("coalesced", "the store brings frames by its best way", speed=("frame",)),

@@ -53,6 +53,7 @@ class TokenPolicy(StreamPolicy):
 
     ingests: ClassVar[bool] = True
     allows_branches: ClassVar[bool] = True
+    unsharded: ClassVar[str | None] = "chooses tokens by the keys of all heads"
 
     frames: int = 64
     positions: Literal["original", "compact"] = "original"

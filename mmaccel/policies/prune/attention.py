@@ -31,6 +31,7 @@ class AttentionPrune(QuotaPruner):
 
     stage: ClassVar = "draft"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     mass: float = 0.4
     variation: bool = False

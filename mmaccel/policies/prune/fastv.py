@@ -25,6 +25,7 @@ class FastV(ScorePruner):
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     retention: float = 0.5
     layer: int = 2

@@ -1,0 +1,346 @@
+"""Context parallelism: the processes of a mesh each hold the whole model and a share of a prompt's rows.
+
+Norms, products and rotation of a layer are of a process's own rows, and so is what its memory keeps. For attention the
+processes gather queries, keys and values of that layer, make the same plan of it, and each computes an equal share of the
+listed blocks (`share`); for each row the partial results are merged by log-sum-exp where the row is held. A pass of few
+rows, such as a decoded token, is every process's; each attends to the keys that it holds, and the results are merged alike.
+
+Letters as in `attention.py`; R processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial, wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmaccel.backends.ops.block_attend import BlockLists, lse_dtype, remember
+from mmaccel.backends.select import Choice
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.memory.kv import KVState, KVView
+from mmaccel.core.prefill.attention import MIN_ROWS, PASS, ForwardPass
+from mmaccel.core.prefill.plan import AttentionPlan, head_runs, numbered
+from mmaccel.core.prefill.sparse import MERGED, attend_plan, window_plan
+from mmaccel.core.recipe import Recipe
+
+# Its name from torch 2.13 on, which warns of the former one.
+gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+Sizes = tuple[int, ...]
+"""Of each process, how many rows or columns it holds."""
+
+
+class Context:
+    """The processes of a mesh of one dimension, which call the model alike: with the same inputs, in the same order."""
+
+    def __init__(self, mesh: DeviceMesh, recipe: Recipe, sliding: Mapping[int, int]) -> None:
+        """Raises `RecipeError` for a recipe that does not run so, and `ModelError` for what is no such mesh."""
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            raise ModelError(
+                "context_mesh: give a DeviceMesh of one dimension, such as init_device_mesh('cuda', (2,))."
+            )
+        if sliding:
+            raise ModelError(
+                "context_mesh: layers with a sliding window keep columns of their own; leave it out for this model."
+            )
+        for kind, part, serves in (
+            ("kv", recipe.kv, recipe.kv.name == "full"),
+            ("prune", recipe.prune, recipe.prune is None),
+            ("draft", recipe.draft, not recipe.draft.active),
+        ):
+            if not serves:
+                raise RecipeError(
+                    f"{kind} {part.name!r}: under context_mesh a process holds a share of the columns, which only kv 'full' "  # type: ignore[union-attr]
+                    f"without pruner and draft serves; leave {kind} out."
+                )
+        self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+
+    def agreed(self, choice: Choice) -> Choice:
+        """The first process's choice of a backend: each measured by itself, and all have to plan alike."""
+        found = [choice]
+        dist.broadcast_object_list(found, group=self.group, group_src=0)
+        return found[0]
+
+    def sizes(self, rows: int) -> Sizes:
+        """An even division of so many rows."""
+        ends = [rows * rank // self.size for rank in range(self.size + 1)]
+        return tuple(end - begin for begin, end in pairwise(ends))
+
+    def each(self, x: Tensor, dim: int, sizes: Sizes) -> list[Tensor]:
+        """The `x` of every process, of which `dim` has the `sizes`."""
+        most = max(sizes)
+        shape = *x.shape[:dim], most - x.shape[dim], *x.shape[dim + 1 :]
+        padded = torch.cat([x, x.new_empty(shape)], dim).contiguous()
+        whole = padded.new_empty(self.size * len(padded), *padded.shape[1:])
+        gather(whole, padded, group=self.group)
+        return [one.narrow(dim, 0, count) for one, count in zip(whole.chunk(self.size), sizes, strict=True)]
+
+    def merged(self, out: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
+        """[B, H, own rows, D]: the attention of this process's rows, from the partial results of all, out [B, H, n, D] with
+        lse [B, H, n]."""
+        own = sizes[self.rank]
+
+        def swapped(x: Tensor) -> Tensor:
+            rows = x.movedim(2, 0).contiguous()
+            held = rows.new_empty(self.size * own, *rows.shape[1:])
+            dist.all_to_all_single(held, rows, [own] * self.size, list(sizes), group=self.group)
+            return held.view(self.size, own, *rows.shape[1:]).movedim(1, 3)
+
+        outs, sums = swapped(out), swapped(lse)
+        few = max(1, MERGED // max(1, outs[:, :, 0].numel()))
+        pairs = zip(torch.split(outs, few, 2), torch.split(sums, few, 2), strict=True)
+        return torch.cat([_joined(*pair).to(out.dtype) for pair in pairs], 1)
+
+    def state(self, memory: KVState) -> SharedState:
+        """`memory` as what this process holds of a sequence."""
+        return SharedState(memory, self)
+
+    def around(
+        self, forward: Callable[..., Any], of_columns: Callable[..., dict[str, Any]], states: object
+    ) -> Callable[..., Any]:
+        """`forward` of the text model as it runs on this process's rows of what it is given; the result is of all rows.
+        `of_columns` gives the arguments of some columns; `states` are the layers that are no attention."""
+        if states:
+            raise ModelError(
+                "context_mesh: layers with a running state take rows in turn; leave it out for this model."
+            )
+
+        @wraps(forward)
+        def run(**kwargs: Any) -> Any:
+            given: ForwardPass = kwargs.pop(PASS)
+            if kwargs.get("output_attentions"):
+                raise ModelError(
+                    "output_attentions: no process has all the weights under context_mesh; leave it out."
+                )
+            rows = given.layout.length - given.start
+            sizes = self.sizes(rows) if given.prefill and rows >= MIN_ROWS else None
+            assert isinstance(given.state, SharedState)
+            given.state.coming = sizes or (*[0] * (self.size - 1), rows)
+            known = {f.name: getattr(given, f.name) for f in fields(given) if f.init}
+            shared = SharedPass(**known, context=self, sizes=sizes)
+            if sizes is None:
+                return forward(**{PASS: shared}, **kwargs)
+            begin = sum(sizes[: self.rank])
+            mine = of_columns(kwargs, slice(begin, begin + sizes[self.rank]), given.start)
+            out = forward(**{PASS: shared}, **mine)
+            out.last_hidden_state = torch.cat(self.each(out.last_hidden_state, 1, sizes), 1)
+            if out.get("hidden_states") is not None:
+                out.hidden_states = tuple(torch.cat(self.each(x, 1, sizes), 1) for x in out.hidden_states)
+            return out
+
+        return run
+
+
+class SharedState(KVState):
+    """The columns of a sequence that a process holds, in a memory that counts those alone.
+
+    pieces  of each pass how many of its columns each process took in, the first process the first ones
+    coming  the same of the pass that runs
+    """
+
+    def __init__(self, memory: KVState, context: Context) -> None:
+        self.memory, self.context = memory, context
+        self.pieces: list[Sizes] = []
+        self.coming: Sizes = ()
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Of a pass that every process runs whole, `coming` is of the last one alone."""
+        count = self.coming[self.context.rank]
+        self.memory.append(layer, key[:, :, :count], value[:, :, :count])
+        if layer == 0:
+            self.pieces.append(self.coming)
+
+    def view(self, layer: int, query: Tensor) -> KVView:
+        """The columns that this process holds."""
+        return self.memory.view(layer, query)
+
+    def whole(self, layer: int, query: Tensor) -> KVView:
+        """All columns, in order, from all processes."""
+        held = self.memory.view(layer, query)
+        sizes = tuple(sum(counts) for counts in zip(*self.pieces, strict=True))
+
+        def gathered(x: Tensor) -> Tensor:
+            parts = [
+                torch.split(one, [piece[r] for piece in self.pieces], 2)
+                for r, one in enumerate(self.context.each(x, 2, sizes))
+            ]
+            return torch.cat([part[n] for n in range(len(self.pieces)) for part in parts], 2)
+
+        return KVView(gathered(held.key), gathered(held.value))
+
+    def length(self) -> int:
+        return sum(map(sum, self.pieces))
+
+    def held(self) -> int:
+        return self.memory.held()
+
+    def nbytes(self) -> int:
+        return self.memory.nbytes()
+
+    def accept(self, keep: int | Tensor) -> None:
+        raise ModelError("context_mesh: tokens to verify have no place in a shared memory; leave draft out.")
+
+    def truncate(self, length: int) -> None:
+        left, pieces = length, list[Sizes]()
+        for piece in self.pieces:
+            kept = []
+            for count in piece:
+                kept.append(min(count, left))
+                left -= kept[-1]
+            pieces.append(tuple(kept))
+        self.memory.truncate(sum(piece[self.context.rank] for piece in pieces))
+        self.pieces = [piece for piece in pieces if any(piece)]
+
+    def reset(self) -> None:
+        self.memory.reset()
+        self.pieces = []
+
+    def reorder(self, rows: Tensor) -> None:
+        self.memory.reorder(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPass(ForwardPass):
+    """A pass of which each process computes its rows, `sizes` of all; None: every process computes all, which are few."""
+
+    context: Context | None = None
+    sizes: Sizes | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """As of a `ForwardPass`, of this process's rows."""
+        context, state = self.context, self.state
+        assert context is not None and isinstance(state, SharedState)
+        if self.sizes is None:
+            view = state.view(layer, query)
+            self._count(layer, None, view, query)
+            return self._few(context, query.to(view.value.dtype), view, state.coming[context.rank], scale)
+        view = state.whole(layer, query)
+        key, value = view.key.to(view.value.dtype), view.value
+        query = torch.cat(context.each(query.to(value.dtype), 2, self.sizes), 2)
+        plan = self._plan(layer, view, query, key, value, scale)
+        self._count(layer, plan, view, query)
+        return context.merged(*self._part(context, plan, query, key, value, scale), self.sizes)
+
+    def _part(
+        self,
+        context: Context,
+        plan: AttentionPlan | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """out [B, H, n, D] and lse [B, H, n] of this process's share of `plan`, of its dense heads and of the dense rows
+        after it."""
+        kernel = self.config.kernel
+        assert kernel is not None
+        run = partial(_attended, context=context, scale=scale, kernel=kernel)
+        if plan is None:
+            return run(None, query, key, value)
+        out, lse = run(replace(plan, dense=None), query, key, value)
+        if plan.dense is not None:
+            rows, end = plan.dense.rows, self.start + plan.dense.rows
+            for some in head_runs(plan.dense.heads, query.shape[1] // key.shape[1]):
+                at, seen = numbered(some.heads, query.device), (slice(None), some.groups, slice(0, end))
+                out[:, at, :rows], lse[:, at, :rows] = run(
+                    None, some.of(query)[:, :, :rows], key[seen], value[seen]
+                )
+        for _, begin, end in self._tails:
+            if begin < end:
+                seen = slice(None), slice(None), slice(0, self.start + end)
+                out[:, :, begin:end], lse[:, :, begin:end] = run(
+                    None, query[:, :, begin:end], key[seen], value[seen]
+                )
+        return out, lse
+
+    def _few(self, context: Context, query: Tensor, view: KVView, new: int, scale: float) -> Tensor:
+        """[B, H, n, D]: exact attention to the columns of all processes, of which this one holds `view`, its last `new`
+        those of the rows themselves."""
+        key, value, high = view.key, view.value, lse_dtype(query.dtype)
+        grouped = query.reshape(*key.shape[:2], -1, query.shape[3])
+        scores = (grouped @ key.mT).to(high) * scale
+        if new:
+            unseen = torch.ones(new, new, dtype=torch.bool, device=key.device).triu(1)
+            scores.view(*scores.shape[:2], -1, new, scores.shape[3])[..., -new:].masked_fill_(
+                unseen, -torch.inf
+            )
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        one = (1,) * context.size
+        out = (weights.to(value.dtype) @ value).reshape(query.shape)
+        outs, sums = (context.each(x[None], 0, one) for x in (out, lse.view(query.shape[:3])))
+        return _joined(torch.cat(outs), torch.cat(sums)).to(query.dtype)
+
+
+def _joined(out: Tensor, lse: Tensor) -> Tensor:
+    """[...]: the attention over the keys of all processes, from that over each one's, out [R, ..., D] with lse [R, ...]."""
+    total = lse.logsumexp(0)
+    weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()
+    return (out.to(lse.dtype) * weight[..., None]).sum(0)
+
+
+def _attended(
+    plan: AttentionPlan | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    context: Context,
+    scale: float,
+    kernel: Any,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a process's share of `plan`; None: of dense attention of the queries, which are the last rows."""
+    if plan is None:
+        rows, keys = query.shape[2], key.shape[2]
+        plan = window_plan(rows, keys, 0, keys, query.shape[1], query.device)
+    return attend_plan(share(plan, context.rank, context.size), query, key, value, scale, kernel)
+
+
+def share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
+    """Of `plan` the listed blocks that process `rank` of `size` computes; made once, and nothing is read on the host.
+
+    Of each head's lists, one after another, a process has a run. All runs of a process are as long as those of any other,
+    but for one block in all (for one of each head where heads share lists).
+    """
+
+    def made() -> AttentionPlan:
+        before, parts = torch.zeros((), dtype=torch.long, device=plan.parts[0].q_row.device), []
+        for part in plan.parts:
+            spans = []
+            for span in part.spans:
+                lists, before = _share(span.lists, before, rank, size)
+                spans.append(replace(span, lists=lists, complete=False))
+            parts.append(replace(part, spans=tuple(spans)))
+        return replace(plan, parts=tuple(parts))
+
+    return remember(plan.memo, ("share", rank, size), made)
+
+
+def _share(lists: BlockLists, before: Tensor, rank: int, size: int) -> tuple[BlockLists, Tensor]:
+    """The share of `lists`, before which the plan lists so many blocks, and how many it lists with them."""
+    begin, count, head, tail, shift = lists.row.unbind(-1)
+    upto = count.cumsum(-1)
+    # [b, h]: blocks before each head's lists, and with them.
+    ends = before + upto[..., -1].flatten().cumsum(0).view(upto.shape[:2])
+    starts = ends - upto[..., -1]
+    first, past = (
+        (ends * edge // size - starts * edge // size)[..., None] - (upto - count) for edge in (rank, rank + 1)
+    )
+    first, past = (torch.minimum(edge.clamp(min=0), count) for edge in (first, past))
+    length = past - first
+    first = torch.where(length > 0, first, 0)
+    head, tail = (torch.minimum((edge - first).clamp(min=0), length) for edge in (head, tail))
+    index = lists.index
+    if index is None:
+        # Blocks between those that neighbouring lists name are no longer without a pair.
+        index = torch.arange(lists.kind.shape[-1], dtype=torch.int32, device=begin.device)
+        begin, shift = begin + shift, torch.zeros_like(shift)
+    row = torch.stack([begin + first, length, head, tail, shift], -1)
+    return BlockLists(row, index, lists.kind), ends[-1, -1]

@@ -338,8 +338,8 @@ class ForwardPass(PrefillPass):
     ) -> AttentionPlan | None:
         """The pattern's plan over what `view` shows, without the tail's rows, narrowed by the view's window; None: dense."""
         recipe = self.config.recipe
-        dense = recipe.sparse.dense or layer in recipe.dense_layers or layer in self.config.sliding
-        if not self.prefill or dense or query.shape[2] < MIN_ROWS:
+        exact = recipe.sparse.dense or layer in recipe.dense_layers or layer in self.config.sliding
+        if not self.prefill or exact or query.shape[2] < MIN_ROWS:
             return None
         if view.bias is not None:
             (self.meter or self.config.meter).note(BIASED.format(recipe.sparse.name))

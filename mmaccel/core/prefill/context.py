@@ -219,13 +219,13 @@ class SharedPass(ForwardPass):
         assert context is not None and isinstance(state, SharedState)
         if self.sizes is None:
             view = state.view(layer, query)
-            self._count(layer, None, view, query)
+            self._count(layer, None, view, query, None)
             return self._few(context, query.to(view.value.dtype), view, state.coming[context.rank], scale)
         view = state.whole(layer, query)
         key, value = view.key.to(view.value.dtype), view.value
         query = torch.cat(context.each(query.to(value.dtype), 2, self.sizes), 2)
         plan = self._plan(layer, view, query, key, value, scale)
-        self._count(layer, plan, view, query)
+        self._count(layer, plan, view, query, None)
         return context.merged(*self._part(context, plan, query, key, value, scale), self.sizes)
 
     def _part(

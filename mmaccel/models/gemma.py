@@ -37,8 +37,11 @@ class Gemma3(Generic):
     """The argument that says which tokens are of images; without it none sees its image whole, as in the stock model."""
     most: ClassVar[int] = 1
     """The largest number that it has: of images 1, of videos 2 where they are told apart."""
+    rotate_function = ""
+    decoder_layers = rms_norms = gated_mlps = frozenset[str]()
     unable: ClassVar[Mapping[str, str]] = {
         **Generic.unable,
+        "streams": "have layers whose window counts the tokens of a prompt",
         "pruning": "have layers whose window counts the tokens of a prompt",
     }
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {

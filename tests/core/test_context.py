@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from mmaccel.backends import reference
+from mmaccel.backends import reference, select
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 from mmaccel.core.prefill.context import _joined, share
 from mmaccel.core.prefill.plan import AttentionPlan
@@ -82,3 +84,21 @@ def test_at_length_the_listed_blocks_of_all_processes_are_within_a_twentieth(nam
     for size in (2, 4):
         counts = [blocks(share(plan, rank, size)) for rank in range(size)]
         assert sum(counts) == blocks(plan) and max(counts) <= 1.05 * min(counts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", sorted(select.BACKENDS))
+@pytest.mark.parametrize("name", ["dense", *PATTERNS])
+def test_every_kernel_computes_a_share_and_no_more(name: str, backend: str) -> None:
+    """Cut lists are none of the runs that kernels take neighbouring blocks of queries together by."""
+    device = torch.device("cuda")
+    if (why := select.usable(device)[backend]) is not None:
+        pytest.skip(why)
+    scene = replace(SCENE, size=64)
+    query, key, value = (x.to(device, torch.bfloat16) for x in scene.tensors())
+    plan = plan_of(name, 0, scene).to(device)
+    shares = [share(plan, rank, 2) for rank in range(2)]
+    found = [attend_plan(one, query, key, value, 0.125, select.get(backend, device)) for one in shares]
+    merged = _joined(*(torch.stack(tensors) for tensors in zip(*found, strict=True)))
+    exact, allowed = budget(query, key, value, plan.to_mask(), 0.125)
+    assert float((merged - exact).abs().max()) <= 2 * allowed  # each of two shares is rounded once

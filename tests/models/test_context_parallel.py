@@ -154,22 +154,27 @@ def pieces(seed: int) -> list[tuple[Any, ...]]:
     return [("text", draw.randint(2, 30)), ("video", 2 * draw.randint(10, 24)), ("text", draw.randint(4, 40))]
 
 
-def fifty(sharing: bool) -> list[torch.Tensor]:
+def fifty(sharing: bool, device: str) -> list[torch.Tensor]:
     """The greedy answers to fifty prompts, of two families under two recipes in turn."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if sharing else None
-    models, found = [model_of(family) for family in sorted(BUILD)], []
+    mesh = init_device_mesh(device, (dist.get_world_size(),)) if sharing else None
+    models, found = [model_of(family).to(device) for family in sorted(BUILD)], []
     for seed in range(50):
         kind = seed % 2
         recipe = ("a_shape", "grid")[seed // 2 % 2]
         with mmaccel.accelerate(models[kind], sparse=dict(name=recipe, block=16), context_mesh=mesh):
             inputs = prompt(sorted(BUILD)[kind], pieces(seed), seed)
-            found.append(models[kind].generate(**inputs, **TOLD))
+            inputs = {name: x.to(device) for name, x in inputs.items()}
+            found.append(models[kind].generate(**inputs, **TOLD).cpu())
     return found
 
 
-@pytest.mark.slow
-def test_fifty_prompts_get_the_same_greedy_tokens(tmp_path: Path) -> None:
-    one, ranks = fifty(False), on_two_ranks(tmp_path, fifty, True)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_fifty_prompts_get_the_same_greedy_tokens(tmp_path: Path, device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two CUDA devices")
+    one, ranks = fifty(False, device), on_two_ranks(tmp_path, fifty, True, device, device=device)
     assert len(one) == 50 and len(ranks) == RANKS
     for rank in ranks:
         assert all(map(torch.equal, rank, one))

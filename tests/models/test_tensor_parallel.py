@@ -3,6 +3,7 @@ declares."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         sparse=dict(name="per_head", block=16, table=HEADS, default=dict(name="a_shape", sink=4, window=40))
     ),
     "window": dict(kv=dict(name="window", window=32)),
-    "dycoke": dict(prune=dict(name="dycoke", layer=1)),
+    "dycoke": dict(prune=dict(name="dycoke", forget=0.0)),
     "visionzip": dict(prune="visionzip"),
     "prompt_lookup": dict(draft="prompt_lookup"),
     "sparse_to_dense": dict(draft="sparse_to_dense"),
@@ -39,6 +40,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 PRUNERS: dict[str, dict[str, Any]] = {
     "fastv": dict(layer=1),
     "pyramid_drop": dict(stages_at=(0.5,)),
+    "dycoke": dict(layer=1),
     "sparsevlm": dict(layers=(1,), retention=(0.5,)),
 }
 MEMORIES = ("full", "offload", "recent", "no_cache", "window")
@@ -81,7 +83,7 @@ def answers(folder: str, films: str, sharded: bool) -> dict[str, Any]:
             found[f"stream {memory}"] = list(session.ask("What is shown?", max_new_tokens=4).ids)
     if sharded:
         for memory in ("rekv", "mosaic", "livevlm", "streammem"):
-            with pytest.raises(RecipeError, match="under tensor parallelism") as caught:
+            with pytest.raises(RecipeError, match="does not run under tensor parallelism") as caught:
                 mmaccel.VideoSession(other, processor, memory)
             found["refused"][memory] = str(caught.value)
     return found
@@ -106,9 +108,15 @@ def ran(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """`answers` of one process, and of each of two."""
     pytest.importorskip("accelerate")
-    folder, films = tmp_path_factory.mktemp("sharded"), str(random_folder("tiny-qwen"))
-    BUILD["qwen"]().save_pretrained(folder / "model")
-    given = str(folder / "model"), films
+    folder = tmp_path_factory.mktemp("sharded")
+    BUILD["qwen"](layers=3).save_pretrained(folder / "model")
+    shutil.copytree(random_folder("tiny-qwen"), folder / "films")
+    # transformers 5.17 runs no model under tensor parallelism whose words are its head.
+    films = mmaccel.load_model(folder / "films")
+    films.lm_head.weight = torch.nn.Parameter(films.lm_head.weight.detach().clone())
+    films.config.tie_word_embeddings = films.config.text_config.tie_word_embeddings = False
+    films.save_pretrained(folder / "films")
+    given = str(folder / "model"), str(folder / "films")
     return answers(*given, False), on_two_ranks(folder, answers, *given, True)
 
 
@@ -136,10 +144,10 @@ def test_memories_of_streams_that_look_at_no_head_give_the_answer_of_one_process
 def test_what_chooses_by_all_heads_or_by_the_clock_is_refused_in_a_sentence(ran: Any) -> None:
     told = ran[1][0]["refused"]
     assert told == ran[1][1]["refused"]
-    assert all("under tensor parallelism a process has some of the heads" in one for one in told.values())
+    assert all("does not run under tensor parallelism" in one for one in told.values())
     assert told["fastv"] == (
-        "prune 'fastv': it judges tokens by the attention of all heads, and under tensor parallelism a process has some of "
-        "the heads; choose another prune, or load the model without distributed_config."
+        "prune 'fastv': it judges tokens by the attention of all heads, so it does not run under tensor parallelism; choose "
+        "another prune, or load the model without distributed_config."
     )
     assert told["mosaic"].startswith("kv 'mosaic': it chooses frames by the keys of all heads")
     declared = {
@@ -150,4 +158,4 @@ def test_what_chooses_by_all_heads_or_by_the_clock_is_refused_in_a_sentence(ran:
 
 def test_a_pruner_that_reads_attention_says_that_it_is_unsharded() -> None:
     for name, cls in registry("prune").items():
-        assert ("attention" in cls.needs) == (cls.unsharded is not None), name
+        assert ("attention" in cls.needs) == isinstance(cls.unsharded, str), name

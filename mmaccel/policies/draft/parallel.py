@@ -81,7 +81,7 @@ class Parallel(PeerStrategy):
     """
 
     service: ClassVar[str] = SERVICE
-    unsharded: ClassVar[str | None] = "drafts by the clock, on which processes do not agree"
+    unsharded: ClassVar[str | None] = "drafts by a clock, not by that of all processes"
 
     window: int | None = None
     most: int = 16

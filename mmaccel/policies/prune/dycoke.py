@@ -44,6 +44,10 @@ class DyCoke(TokenPruner):
     layer: int = 3
     refresh: float = 0.9
 
+    @property
+    def unsharded(self) -> str | None:  # type: ignore[override]
+        return "forgets by the attention of all heads" if self.forget else None
+
     def __post_init__(self) -> None:
         check_share(self.name, "drop", self.drop)
         check_share(self.name, "forget", self.forget)

@@ -22,6 +22,7 @@ from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.parts import Clip
 from mmaccel.core.streams.sources import Event, reopened
+from mmaccel.core.streams.standing import Standing
 from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
 from mmaccel.core.turns import Turns
 
@@ -50,6 +51,7 @@ class Intake:
         self._cancelled = threading.Event()
         self.events: deque[Event] = deque(maxlen=1000)
         """What befell sources that are reconnected, the last ones."""
+        self._standing: list[Standing] = []
 
     @property
     def frames(self) -> int:
@@ -207,6 +209,8 @@ class Intake:
             some, watched = slice(watched, through), through
             with turns.holding():
                 live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed)
+            for one in self._standing:
+                one.came()
             if progress is not None:
                 progress(done + through, None if clip.part else done + count)
 

@@ -18,6 +18,7 @@ from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.intake import Intake, Progress
+from mmaccel.core.streams.standing import Change, Standing
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 Messages = Sequence[Mapping[str, Any]]
@@ -235,6 +236,30 @@ class VideoSession(Intake):
         except Ended as end:
             return Answer("", (), 0.0, None, counters=self.counters(), finish_reason=end.reason)
 
+    def on(
+        self,
+        question: str,
+        call: Callable[[Change], object],
+        *,
+        every: float = 2.0,
+        last: float | None = None,
+        says: str | None = None,
+        max_new_tokens: int = 16,
+    ) -> Standing:
+        """Ask `question` while frames come, and `call` with a `Change` when its answer is another than the time before.
+
+        every  seconds of the stream between two times at least; one that is due while the last is answered is left out
+        last   ask of the frames of the last so many seconds alone; None: of all
+        says   call only when the answer begins to contain this ("yes"), and did not the time before
+
+        `call` runs in a thread of its own, as the questions do; frames do not wait for it. `Standing.cancel` ends it, and so
+        does `close`. Raises `ModelError` for a question that is none.
+        """
+        self._stream_adapter.tail(question)
+        given = {"every": every, "last": last, "says": says, "most": max_new_tokens}
+        self._standing.append(one := Standing(self, question, call, **given))  # type: ignore[arg-type]
+        return one
+
     def __len__(self) -> int:
         return self.frames
 
@@ -296,6 +321,8 @@ class VideoSession(Intake):
 
     def close(self) -> None:
         """Give back what the stream holds; a second call does nothing."""
+        for one in self._standing:
+            one.cancel()
         with self._stream.holding(), self._asking.holding(), self._stream_adapter.turns.holding():
             if self._live is not None:
                 self._live.close()

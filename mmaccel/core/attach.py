@@ -25,8 +25,7 @@ from mmaccel.core.prefill.sparse import choose_backend
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, RunningStates
-from mmaccel.core.turns import Turns
+from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, RunningStates, Turns
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,15 +13,17 @@ from torch import Tensor
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Ended, Speculation, lockstep
 from mmaccel.core.errors import DraftError, warn
-from mmaccel.models.choosing import STATEFUL, Sampling, of_one
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, columns, new_inputs
 from mmaccel.models.prompt_stream import PromptRunner, runner_of
 from mmaccel.models.sequences import (
+    STATEFUL,
     DraftTurn,
+    Sampling,
     allowed_to,
     filled,
     known,
+    of_one,
     split_batch,
     without_pads,
 )

@@ -20,10 +20,10 @@ from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
 from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.parts import Clip
+from mmaccel.core.streams.parts import Clip, Turns
 from mmaccel.core.streams.sources import Event, reopened
+from mmaccel.core.streams.standing import Standing
 from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
-from mmaccel.core.turns import Turns
 
 Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
@@ -50,13 +50,14 @@ class Intake:
         self._cancelled = threading.Event()
         self.events: deque[Event] = deque(maxlen=1000)
         """What befell sources that are reconnected, the last ones."""
+        self._standing: list[Standing] = []
 
     @property
     def frames(self) -> int:
         """Frames watched."""
         return 0 if self._live is None else len(self._live.info.times)
 
-    def deadline(self, timeout: float | None) -> Deadline:
+    def _deadline(self, timeout: float | None) -> Deadline:
         """The end of a call that begins now; `cancel` ends it too."""
         return Deadline(timeout, self._cancelled)
 
@@ -83,7 +84,7 @@ class Intake:
                     raise ModelError("the session is closed; open a new one, or resume a saved one.")
                 yield
 
-    def take_in(
+    def _take_in(
         self,
         how: How,
         video: Any,
@@ -207,6 +208,8 @@ class Intake:
             some, watched = slice(watched, through), through
             with turns.holding():
                 live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed)
+            for one in self._standing:
+                one.came()
             if progress is not None:
                 progress(done + through, None if clip.part else done + count)
 

@@ -16,6 +16,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.streams.intake import How, Progress
 from mmaccel.core.streams.session import Messages, VideoSession
+from mmaccel.core.streams.standing import Change, Standing
 
 Done = TypeVar("Done")
 
@@ -128,8 +129,8 @@ class AsyncVideoSession:
         timeout: float | None,
         reconnect: bool = False,
     ) -> int:
-        deadline = self.session.deadline(timeout)
-        work = threaded(lambda: self.session.take_in(how, video, times, fps, progress, deadline, reconnect))
+        deadline = self.session._deadline(timeout)
+        work = threaded(lambda: self.session._take_in(how, video, times, fps, progress, deadline, reconnect))
         return await ended_with(work, deadline)
 
     def ask(
@@ -145,9 +146,21 @@ class AsyncVideoSession:
 
         The other arguments are those of `VideoSession.ask`; work begins at once.
         """
-        deadline = self.session.deadline(timeout)
-        ask = self.session.answering(question, max_new_tokens, evidence, deadline, **how)
+        deadline = self.session._deadline(timeout)
+        ask = self.session._answering(question, max_new_tokens, evidence, deadline, **how)
         return AsyncReply(ask, deadline)
+
+    def on(self, question: str, call: Callable[[Change], object], **how: Any) -> Standing:
+        """See `VideoSession.on`; `call` is called in the loop, and awaited if it is a coroutine function."""
+        loop = asyncio.get_running_loop()
+
+        def tell(turn: Change) -> None:
+            if asyncio.iscoroutinefunction(call):
+                asyncio.run_coroutine_threadsafe(call(turn), loop)
+            else:
+                loop.call_soon_threadsafe(call, turn)
+
+        return self.session.on(question, tell, **how)
 
     async def save(self, path: str | Path) -> None:
         """See `VideoSession.save`."""

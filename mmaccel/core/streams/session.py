@@ -18,6 +18,7 @@ from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.intake import Intake, Progress
+from mmaccel.core.streams.standing import Change, Standing
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 Messages = Sequence[Mapping[str, Any]]
@@ -96,7 +97,7 @@ class VideoSession(Intake):
         later, until the call is cancelled or its time is over; `events` has what befell it, and frames go on at the time at
         which they come. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
-        return self.take_in("watch", video, times, fps, progress, self.deadline(timeout), reconnect)
+        return self._take_in("watch", video, times, fps, progress, self._deadline(timeout), reconnect)
 
     def ingest(
         self,
@@ -113,7 +114,7 @@ class VideoSession(Intake):
         `ingest_frames` of a memory says how far frames see, and `counters` what part of the frames up to them they saw
         ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """
-        return self.take_in("ingest", video, None, fps, progress, self.deadline(timeout))
+        return self._take_in("ingest", video, None, fps, progress, self._deadline(timeout))
 
     @overload
     def ask(
@@ -173,14 +174,14 @@ class VideoSession(Intake):
         are taken in meanwhile. `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a
         question that leaves no position for an answer. An answer that reaches the last position ends there, with a warning.
         """
-        deadline = self.deadline(timeout)
-        work = self.answering(question, max_new_tokens, evidence, deadline, chat, between, **settings)
+        deadline = self._deadline(timeout)
+        work = self._answering(question, max_new_tokens, evidence, deadline, chat, between, **settings)
         if not stream:
             return work(None)
         self._check(question)
         return Reply(work, deadline)
 
-    def answering(
+    def _answering(
         self,
         question: str | Messages,
         most: int,
@@ -234,6 +235,30 @@ class VideoSession(Intake):
                 return answer
         except Ended as end:
             return Answer("", (), 0.0, None, counters=self.counters(), finish_reason=end.reason)
+
+    def on(
+        self,
+        question: str,
+        call: Callable[[Change], object],
+        *,
+        every: float = 2.0,
+        last: float | None = None,
+        says: str | None = None,
+        max_new_tokens: int = 16,
+    ) -> Standing:
+        """Ask `question` while frames come, and `call` with a `Change` when its answer is another than the time before.
+
+        every  seconds of the stream between two times at least; one that is due while the last is answered is left out
+        last   ask of the frames of the last so many seconds alone; None: of all
+        says   call only when the answer begins to contain this ("yes"), and did not the time before
+
+        `call` runs in a thread of its own, as the questions do; frames do not wait for it. `Standing.cancel` ends it, and so
+        does `close`. Raises `ModelError` for a question that is none.
+        """
+        self._stream_adapter.tail(question)
+        given = {"every": every, "last": last, "says": says, "most": max_new_tokens}
+        self._standing.append(one := Standing(self, question, call, **given))  # type: ignore[arg-type]
+        return one
 
     def __len__(self) -> int:
         return self.frames
@@ -296,6 +321,8 @@ class VideoSession(Intake):
 
     def close(self) -> None:
         """Give back what the stream holds; a second call does nothing."""
+        for one in self._standing:
+            one.cancel()
         with self._stream.holding(), self._asking.holding(), self._stream_adapter.turns.holding():
             if self._live is not None:
                 self._live.close()

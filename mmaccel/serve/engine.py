@@ -134,17 +134,18 @@ class Engine:
             asked = Asked(request, name, fetched, most, told, deadline)
             async with self.turns.turn(caller):
                 try:
-                    with self.out_of_memory():
+                    try:
+                        done = await self._done(asked, caller)
+                    except Refused as error:
+                        # What is kept for later gives way to what is asked now.
+                        if error.code != OUT_OF_MEMORY or not await self.kept.shrink(0) or first:
+                            raise
                         done = await self._done(asked, caller)
                 except Ended:
                     seconds = self.settings.limits.seconds
                     raise Refused(
                         408, f"its video was not read within {seconds:g} s; ask for fewer frames."
                     ) from None
-                except Refused as error:
-                    if error.code == OUT_OF_MEMORY:
-                        await self.kept.shrink(0)
-                    raise
         self.metrics.prompt.inc(done.prompt_tokens)
         figures = done.report["tokens_per_s"], done.new_tokens, done.report["draft"]
         self.metrics.answered(first[0] if first else None, *figures)
@@ -191,13 +192,15 @@ class Engine:
 
     async def _done(self, asked: Asked, caller: str) -> Completion:
         question, request = self._alone(asked), asked.request
-        if question is None:
-            speech = Speech(self.processor.decode, request.stops, asked.put, asked.deadline)
-            # The model is left before the turn goes on to the next one.
-            return await ended_with(threaded(partial(self._generate, asked, speech)), asked.deadline)
-        key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
-        async with self.kept.open(key, partial(self._keep, asked)) as kept:
-            return await self._answered(kept, asked, question)
+        with self.out_of_memory():
+            if question is None:
+                speech = Speech(self.processor.decode, request.stops, asked.put, asked.deadline)
+                # The model is left before the turn goes on to the next one.
+                return await ended_with(threaded(partial(self._generate, asked, speech)), asked.deadline)
+            key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
+            async with self.kept.open(key, partial(self._keep, asked)) as kept:
+                return await self._answered(kept, asked, question)
+        raise AssertionError("out_of_memory lets nothing through")
 
     # Videos whose memory is kept.
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import base64
+import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.serve.settings import Limits, Settings
@@ -191,6 +196,40 @@ def test_a_body_may_not_be_too_large_whatever_it_tells(served: Served) -> None:
             status = 413
         assert status == 413
         assert client.get("/health").status_code == 200
+
+
+def test_bodies_are_capped_together() -> None:
+    with running(Settings(limits=Limits(bodies_bytes=100_000))) as one, one.client() as client:
+        head, parts = {"Content-Type": "application/json"}, [b"{", b" " * 60_000]
+        go = threading.Event()
+
+        def slowly() -> Iterator[bytes]:
+            yield from parts
+            go.wait(20)
+            yield b"}"
+
+        found: list[int] = []
+        first = threading.Thread(
+            target=lambda: found.append(client.post(CHAT, content=slowly(), headers=head).status_code)
+        )
+        first.start()
+        time.sleep(0.5)
+        assert client.post(CHAT, content=b" " * 60_000, headers=head).status_code == 503
+        go.set()
+        first.join()
+        assert found == [400]
+        assert client.post(CHAT, content=b" " * 60_000, headers=head).status_code == 400  # it was given back
+
+
+def test_another_site_s_page_gets_no_socket(served: Served) -> None:
+    with served.client() as client:
+        number = client.post(SESSIONS, json={"recipe": "mosaic"}).json()["id"]
+        url = f"ws{served.url[4:]}{SESSIONS}/{number}/socket"
+        with pytest.raises(InvalidStatus), connect(url, origin="https://evil.example"):
+            pass
+        with connect(url, origin=served.url) as socket:
+            assert json.loads(socket.recv(timeout=20))["name"] == "ready"
+        client.delete(f"{SESSIONS}/{number}")
 
 
 def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(served: Served) -> None:

@@ -310,9 +310,18 @@ def test_memory_that_is_short_lets_kept_videos_go(monkeypatch: pytest.MonkeyPatc
         assert served.chat([video(frames_url(3)), text()], max_tokens=1, mmaccel=ours).status_code == 200
         assert len(served.engine.kept._videos) == 1
 
-        def failing(*_: Any, **__: Any) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+        generate, calls = mmaccel.Accelerated.generate, list[int]()
+
+        def failing(self: Any, *given: Any, **more: Any) -> Any:
+            calls.append(len(served.engine.kept._videos))
+            if calls[-1] or calls == [0]:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return generate(self, *given, **more)
 
         monkeypatch.setattr(mmaccel.Accelerated, "generate", failing)
-        assert served.chat([text("hello")], mmaccel={"recipe": "window"}).status_code == 503
-        assert not served.engine.kept._videos
+        window = {"recipe": "window"}
+        assert served.chat([text("hello")], max_tokens=1, mmaccel=window).status_code == 200
+        assert calls == [1, 0]
+        calls.clear()
+        assert served.chat([text("hello")], max_tokens=1, mmaccel=window).status_code == 503
+        assert calls == [0]  # with nothing to let go, once is enough

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ OUT_OF_MEMORY = "out_of_memory"
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer, and what it took; `finish_reason` is ours, as `core.decoding.generate.Answer` has it."""
+    """An answer, and what it took; `finish_reason` is ours, as `core.decoding.generate.Answer` has it. `ttft_s` counts from
+    the request on: waiting, and reading its video, too."""
 
     text: str
     finish_reason: str
@@ -52,6 +53,7 @@ class Completion:
     recipe: str
     report: Mapping[str, Any] = field(repr=False)
     evidence: list[dict[str, Any]] | None = None
+    ttft_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,6 @@ class Engine:
     ) -> None:
         self.name, self.model, self.settings = name, model, settings
         self.processor = load_processor(processor, special_tokens=False, like=model)
-        self.processor.special_tokens = False
         self.recipes, self.metrics = dict(recipes), metrics or Metrics()
         self.default = next(iter(self.recipes))
         self.turns = Turns(settings.limits.at_once, settings.limits.waiting)
@@ -148,8 +149,9 @@ class Engine:
                     ) from None
         self.metrics.prompt.inc(done.prompt_tokens)
         figures = done.report["tokens_per_s"], done.new_tokens, done.report["draft"]
-        self.metrics.answered(first[0] if first else None, *figures)
-        return done
+        ttft_s = first[0] if first else None
+        self.metrics.answered(ttft_s, *figures)
+        return replace(done, ttft_s=ttft_s)
 
     def _checked(self, request: ChatRequest) -> int:
         """How many tokens an answer may have. Raises `Refused` or `ModelError` for what is too much, or nothing."""

@@ -46,7 +46,7 @@ def recipes() -> dict[str, Recipe]:
     return {
         "dense": Recipe.load("dense"),
         "mosaic": Recipe.load(None, kv=SMALL),
-        "window": Recipe.load("window"),
+        "fastv": Recipe.load("fastv"),
         "prompt_lookup": Recipe.load("prompt_lookup"),
     }
 

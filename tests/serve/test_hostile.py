@@ -14,6 +14,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+import mmaccel
 from mmaccel.core.errors import RecipeError
 from mmaccel.serve.settings import Limits, Settings
 from tests.media.films import write_film
@@ -313,7 +314,14 @@ def test_words_cannot_become_special_tokens(served: Served, monkeypatch: pytest.
 
     for place in ("mmaccel.models.processor.ids_of", "mmaccel.models.chat.ids_of"):
         monkeypatch.setattr(place, noting)
-    monkeypatch.setattr("mmaccel.models.stock.ids_of", noting, raising=False)
+    monkeypatch.setattr("mmaccel.models.stock.ids_of", noting)
+    generate = mmaccel.Accelerated.generate
+
+    def reading(self: Any, *given: Any, **more: Any) -> Any:
+        seen.append(more["input_ids"][0].tolist())
+        return generate(self, *given, **more)
+
+    monkeypatch.setattr(mmaccel.Accelerated, "generate", reading)
 
     def marks(words: str) -> list[dict[int, int]]:
         """Of each special token, how many are in the prompts that asking `words` in three ways makes."""
@@ -323,7 +331,7 @@ def test_words_cannot_become_special_tokens(served: Served, monkeypatch: pytest.
             client.post(f"{SESSIONS}/{stream}/frames", json={"frames": list(jpegs()[:3]), "fps": 1})
             for ask in (
                 lambda: served.chat(
-                    [video(frames_url(3)), text(words)], max_tokens=1, mmaccel={"recipe": "window"}
+                    [video(frames_url(3)), text(words)], max_tokens=1, mmaccel={"recipe": "fastv"}
                 ),
                 lambda: served.chat(
                     [video(frames_url(3)), text(words)], max_tokens=1, mmaccel={"recipe": "mosaic"}

@@ -51,8 +51,7 @@ def eventually(holds: Any, seconds: float = 15) -> None:
 def test_many_clients_at_once_all_get_their_own_answer(served: Served) -> None:
     """500 questions at once, of two kinds of work; each gets the answer that it gets alone."""
     asked = [
-        body(frames=2 + n % 3, max_tokens=2, mmaccel={"recipe": ("mosaic", "window")[n % 2]})
-        for n in range(6)
+        body(frames=2 + n % 3, max_tokens=2, mmaccel={"recipe": ("mosaic", "fastv")[n % 2]}) for n in range(6)
     ]
     with served.client() as client:
         alone = [client.post(CHAT, json=one).json()["choices"] for one in asked]
@@ -104,7 +103,7 @@ def test_a_busy_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     generate = mmaccel.Accelerated.generate
     monkeypatch.setattr(mmaccel.Accelerated, "generate", lambda *a, **k: (go.wait(20), generate(*a, **k))[1])
-    asked = body(max_tokens=1, mmaccel={"recipe": "window"})
+    asked = body(max_tokens=1, mmaccel={"recipe": "fastv"})
     with running(Settings(limits=Limits(at_once=1, waiting=1))) as served, served.client() as client:
         found: list[int] = []
         threads = [
@@ -124,7 +123,7 @@ def test_a_busy_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_caller_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty requests of one key, then one of another: it is answered before most of them."""
-    asked = body(max_tokens=1, mmaccel={"recipe": "window"})
+    asked = body(max_tokens=1, mmaccel={"recipe": "fastv"})
     order: list[str] = []
     settings = Settings(keys=(KEY, OTHER), limits=Limits(at_once=1))
     with running(settings) as served, served.client(KEY) as many, served.client(OTHER) as late:
@@ -182,7 +181,7 @@ def test_a_client_that_reads_slowly_holds_nobody_up(served: Served) -> None:
         one.close()
 
 
-@pytest.mark.parametrize("recipe", ["window", "mosaic", "stream"])
+@pytest.mark.parametrize("recipe", ["fastv", "mosaic", "stream"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_that_leaves_ends_its_answer(served: Served, recipe: str, streamed: bool) -> None:
     """The model is left long before the answer would have ended, and is free for others."""
@@ -255,7 +254,7 @@ def test_out_of_memory_in_one_request_leaves_the_others(
             [video(frames_url(frames)), text()], max_tokens=2, mmaccel={"recipe": recipe}
         )
 
-    asked = [(frames, recipe) for recipe in ("window", "mosaic") for frames in (3, bad, 4)]
+    asked = [(frames, recipe) for recipe in ("fastv", "mosaic") for frames in (3, bad, 4)]
     threads = [threading.Thread(target=ask, args=(n, *one)) for n, one in enumerate(asked)]
     for one in threads:
         one.start()
@@ -283,7 +282,7 @@ def test_a_request_ends_with_its_time() -> None:
             served.engine.model.generation_config.eos_token_id,
         )
         try:
-            for recipe in ("window", "mosaic"):
+            for recipe in ("fastv", "mosaic"):
                 began = time.monotonic()
                 answer = served.chat(
                     [video(frames_url(3)), text()], max_tokens=3000, mmaccel={"recipe": recipe}
@@ -295,7 +294,7 @@ def test_a_request_ends_with_its_time() -> None:
             served.engine.model.generation_config.eos_token_id = eos
 
 
-@pytest.mark.parametrize("recipe", ["window", "mosaic"])
+@pytest.mark.parametrize("recipe", ["fastv", "mosaic"])
 def test_a_video_that_takes_too_long_to_read_ends_the_request(recipe: str, tmp_path: Path) -> None:
     url = mp4_url(write_film(tmp_path / "long.mp4", 1500))
     with running(Settings(limits=Limits(seconds=0.2))) as served:
@@ -319,9 +318,9 @@ def test_memory_that_is_short_lets_kept_videos_go(monkeypatch: pytest.MonkeyPatc
             return generate(self, *given, **more)
 
         monkeypatch.setattr(mmaccel.Accelerated, "generate", failing)
-        window = {"recipe": "window"}
-        assert served.chat([text("hello")], max_tokens=1, mmaccel=window).status_code == 200
+        plain = {"recipe": "fastv"}
+        assert served.chat([text("hello")], max_tokens=1, mmaccel=plain).status_code == 200
         assert calls == [1, 0]
         calls.clear()
-        assert served.chat([text("hello")], max_tokens=1, mmaccel=window).status_code == 503
+        assert served.chat([text("hello")], max_tokens=1, mmaccel=plain).status_code == 503
         assert calls == [0]  # with nothing to let go, once is enough

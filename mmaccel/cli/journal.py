@@ -24,7 +24,7 @@ from mmaccel.core.files.checkpoint_io import sync, write_private
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS
 
-EVERY_S = 300.0
+EVERY_S = 60.0
 """Seconds between two saves, unless saving takes more than a tenth of them."""
 LIMIT = 1 << 16
 """Most bytes of a journal."""

@@ -25,7 +25,7 @@ from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.streams.parts import Clip, Moment, Question, RunningStates
+from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, RunningStates
 from mmaccel.core.turns import Turns
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
@@ -83,7 +83,7 @@ class StreamModel(ABC):
         return self.words(self.head())
 
     @abstractmethod
-    def question(self, text: str) -> Question:
+    def question(self, text: Any) -> Question:
         """The question `text`, asked after the video; of a model that reads one prompt the prompt's own, whatever `text`."""
 
     @abstractmethod
@@ -134,11 +134,16 @@ class StreamAdapter(StreamModel):
         `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`."""
 
     @abstractmethod
-    def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:
-        """Tokens [n] that follow the video and its marks when `question` is asked; ``words[0] .. words[1]`` of them are the
-        user's own. Raises `ModelError` for an empty question."""
+    def tail(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
+        """Tokens [n] that follow the video and its marks when `question`, a text or messages, is asked; ``words[0] ..
+        words[1]`` of them are the user's own last ones. Raises `ModelError` for an empty question."""
 
-    def question(self, text: str) -> Question:
+    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
+        """How at most `most` tokens after `ids` [1, S] are chosen by `settings` of `generate`; `drafts`: some are proposed.
+        Raises `ModelError` for what is no setting."""
+        raise ModelError(f"{next(iter(settings))}: this model answers greedily alone; leave it out.")
+
+    def question(self, text: Any) -> Question:
         ids, words = self.tail(text)
         return Question(ids, words, self.words(ids))
 

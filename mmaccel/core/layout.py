@@ -215,7 +215,7 @@ class PositionIds:
         after: Tensor | None = None,
     ) -> None:
         self._head, self._unit, self._make = head, unit, steps
-        self._text, self._slope, self._after = text, slope, after
+        self._text, self._slope, self.follows = text, slope, after
         self._steps, self._known = torch.zeros(0, dtype=torch.long), list[int]()
         self._upto(32)
         # On the host, for a question is not to wait for the device.
@@ -328,12 +328,12 @@ class PositionIds:
     def tail(self, units: int, start: int, count: int) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows the video after `units` units."""
         begin = self._text + (units - 1) * self._slope
-        first = start if self._after is not None else begin + start
+        first = start if self.follows is not None else begin + start
         row = torch.arange(first, first + count, device=self._head.device)
-        if self._after is None:
+        if self.follows is None:
             return self._shaped(row.expand(self.axes, -1))
-        last = row.clamp(max=self._after.shape[1] - 1)
-        return self._shaped(self._after[:, last] + (row - last) + begin)
+        last = row.clamp(max=self.follows.shape[1] - 1)
+        return self._shaped(self.follows[:, last] + (row - last) + begin)
 
     def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows `units` units: first the `pending`
@@ -356,11 +356,11 @@ class PositionIds:
         take up to there: of three coordinates that of time may be further out than the text. `own`: as there."""
         whole = units + pending // self._unit.shape[1]
         first, count = self._text + (whole - 1) * self._slope, rows - pending
-        if self._after is None:
+        if self.follows is None:
             last = most = first + count - 1
         else:
             last = int(self.tail(whole, count - 1, 1).max())
-            most = max(last, first + int(self._after.max()))
+            most = max(last, first + int(self.follows.max()))
         return last, max(most, self.span(whole, own)) + 1
 
     def admits(self, units: int, pending: int, rows: int, own: bool = False) -> bool:

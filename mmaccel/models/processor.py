@@ -225,12 +225,12 @@ class Processor:
         return self(texts, images=rows, videos=clips or None, fps=fps, **options)
 
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of one turn of the user through the chat template, each video and image still one placeholder.
-
-        `content` holds pieces in order; those of type "video" and "image" need nothing but their type.
-        """
-        kinds = {piece["type"] for piece in content}
-        text, special = self._written([{"role": "user", "content": list(content)}], kinds)
+        """Token ids of messages, or of pieces of one turn of the user, through the chat template, each video and image still
+        one placeholder: pieces of type "video" and "image" need nothing but their type."""
+        chat = "role" in content[0]
+        messages: list[Any] = list(content) if chat else [{"role": "user", "content": list(content)}]
+        kinds = {piece["type"] for one in messages for piece in one["content"]}
+        text, special = self._written(messages, kinds)
         return ids_of(self.tokenizer, text, add_special_tokens=special)
 
     def _written(self, messages: list[dict[str, Any]], shown: Collection[str]) -> tuple[Written, bool]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import Branches, ModelView, home_of
 from mmaccel.core.attach import StreamAdapter, adapter_for
-from mmaccel.core.errors import ModelError, check_question
+from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.attention import PASS, AttentionConfig, ForwardPass
@@ -27,10 +27,11 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.parts import Clip
-from mmaccel.models import deepstack, recurrent, shards, step
+from mmaccel.core.streams.parts import Choosing, Clip, Question
+from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.chat import alike, clips_of
+from mmaccel.models.choosing import choosing
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.modules import in_chunks, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
@@ -297,10 +298,17 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     def head(self) -> Tensor:
         return self._template[0]
 
-    def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:
-        check_question(question)
-        plain = self._template[1]
-        ids = self._chat(question)[1]
+    def question(self, text: Any) -> Question:
+        asking = super().question(text)
+        images = [] if isinstance(text, str) else dialogue.spoken(text)[2]
+        return dialogue.with_images(self, asking, images) if images else asking
+
+    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
+        return choosing(self, ids, most, settings, drafts)
+
+    def tail(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
+        asked, silent, _ = dialogue.spoken(question)
+        ids, plain = self._chat(asked)[1], self._chat(silent)[1]
         begin = alike(ids, plain)
         end = alike(ids[begin:][::-1], plain[begin:][::-1])
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
@@ -310,9 +318,10 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         head, tail = self._chat("")
         return torch.tensor(head, dtype=torch.long, device=self.device), tail
 
-    def _chat(self, question: str) -> tuple[list[int], list[int]]:
-        """Ids before and after the video of a prompt."""
-        content = [{"type": "video"}, {"type": "text", "text": question}]
+    def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        """Ids before and after the video of a prompt, whose `question` is a text or messages (`dialogue.spoken`)."""
+        content: Any = [{"type": "video"}, {"type": "text", "text": question}]
+        content = content if isinstance(question, str) else question
         ids, video = self.processor.template_ids(content), self.processor.video_token_id
         if ids.count(video) != 1:
             raise ModelError(

@@ -103,7 +103,7 @@ class WrittenStream(HFStreamAdapter):
     def _words(self) -> int:  # type: ignore[override]
         return sum(self._written.length)
 
-    def _chat(self, question: str) -> tuple[list[int], list[int]]:
+    def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         less = len(super()._chat("")[1]) - len(self._written.tail)
         return self._written.head, super()._chat(question)[1][less:]
 

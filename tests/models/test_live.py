@@ -56,8 +56,9 @@ def test_errors_come_to_who_waits() -> None:
                 session.ask(QUESTION, 0)
             with pytest.raises(ModelError, match="no frames"):
                 await session.watch([])
-            with pytest.raises(TypeError):
-                session.ask(QUESTION, temperatur=1)
+            await session.watch(film(2), fps=FPS)
+            with pytest.raises(ModelError, match="temperatur: it is no setting"):
+                await session.ask(QUESTION, temperatur=1)
 
     run(live())
 

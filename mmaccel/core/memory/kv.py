@@ -281,6 +281,9 @@ class StreamState(KVState):
         One is in use at a time. None: units wait until an answer has ended."""
         return None
 
+    def between(self, first: int, end: int) -> None:
+        """Told of a snapshot that its question is on the units ``first .. end`` alone: it retrieves no others."""
+
     parts: bool = False
     """Whether units may also come while the question of a snapshot is between two layers."""
 

@@ -123,6 +123,10 @@ class SplitState(StreamState):
         other._of = [(of[id(state)], layer) for state, layer in self._of]
         return other
 
+    def between(self, first: int, end: int) -> None:
+        for state in self._states:
+            state.between(first, end)
+
     @property
     def parts(self) -> bool:  # type: ignore[override]
         return all(state.parts for state in self._states)

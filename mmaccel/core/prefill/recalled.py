@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import warn
+from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState, grow_buffer
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, paid, thin
@@ -29,6 +29,9 @@ class AroundMemory(StreamState):
         self.state = state
         self._pass: StreamPass | None = None
         self._start = self._tail = 0
+        # Of each layer the columns before the question that it shows, if not all, and these in buffers of their own.
+        self._columns: dict[int, Tensor] = {}
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def recalls_alike(self) -> bool:  # type: ignore[override]
@@ -96,12 +99,71 @@ class AroundMemory(StreamState):
     def restore(self, mark: Any) -> None:
         self.state.restore(mark)
 
+    def _shown(self, layer: int, view: KVView, base: int) -> KVView:
+        """Of a view the columns that `layer` shows, and the rows of question and answer as the memory has them now."""
+        columns = self._columns.get(layer)
+        if columns is None:
+            return view
+        count, parts = len(columns), (view.key, view.value)
+        held = self._held.get(layer) or tuple(part.index_select(2, columns) for part in parts)
+        key, value = (grow_buffer(one, 2, count + self._tail, used=count) for one in held)
+        for side, part in zip((key, value), parts, strict=True):
+            side[:, :, count : count + self._tail] = part[:, :, base:]
+        self._held[layer], end = (key, value), count + self._tail
+        layout = view.layout
+        if layout is not None:
+            tail = torch.arange(base, layout.length, device=layout.device)
+            layout = thin(layout, torch.cat([columns, tail]))
+        return replace(view, key=key[:, :, :end], value=value[:, :, :end], layout=layout)
+
 
 def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
     """Warn, and note in the report, that `pruner` does nothing to this prompt."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
     meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
     warn(f"{sentence}.")
+
+
+class InTime(AroundMemory):
+    """The memory `state` as a question on the units ``first .. end`` alone sees it: the head, of units these, and no summary
+    tokens, which stand for others too.
+
+    count  tokens of units that a layer shows, the most of any
+    """
+
+    def __init__(self, state: StreamState, stream: Stream, first: int, end: int) -> None:
+        super().__init__(state)
+        self._stream, self._first, self._end, self.count = stream, first, end, 0
+
+    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
+        return None
+
+    def summaries(self, layer: int) -> int:
+        return 0
+
+    def seen(self, layer: int) -> Tensor | None:
+        tokens = self.state.seen(layer)
+        return None if tokens is None else tokens[self._inside(tokens)]
+
+    def _inside(self, tokens: Tensor) -> Tensor:
+        units = tokens // self._stream.unit
+        return (units >= self._first) & (units < self._end)
+
+    def view(self, layer: int, query: Tensor) -> KVView:
+        view = self.state.view(layer, query)
+        base, head = view.key.shape[2] - self._tail, self._stream.head
+        if self._pass is not None and self._pass.kind == "question":
+            tokens, first = self.state.seen(layer), head + self.state.summaries(layer)
+            tokens = torch.zeros(0, dtype=torch.long) if tokens is None else tokens
+            if len(tokens) != base - first:
+                raise ModelError(
+                    "between: this memory does not tell which frames it shows; choose another kv."
+                )
+            inside = self._inside(tokens).nonzero()[:, 0].to(view.key.device)
+            self._columns[layer] = torch.cat([torch.arange(head, device=inside.device), first + inside])
+            self.count = max(self.count, len(inside))
+            self.state.seen_only(layer, self._columns[layer])
+        return replace(self._shown(layer, view, base), bias=None)
 
 
 class RecallPruning(AroundMemory):
@@ -129,9 +191,6 @@ class RecallPruning(AroundMemory):
         # Of layers that show the same: the columns that cuts have left, and what was paid to them.
         self._left: Tensor | None = None
         self._paid: dict[int, Tensor] = {}
-        # Of each layer the columns before the question that it shows, if not all, and these in buffers of their own.
-        self._columns: dict[int, Tensor] = {}
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
         # Of each layer by which a decoded token's view is chosen: what the last token paid, and what was chosen.
         self._glanced: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.counts = dict.fromkeys(["visual", *map(_name, self._stages)], 0.0)
@@ -213,23 +272,6 @@ class RecallPruning(AroundMemory):
 
     def _count(self, name: str, count: int) -> None:
         self.counts[name] = max(self.counts[name], float(count))
-
-    def _shown(self, layer: int, view: KVView, base: int) -> KVView:
-        """Of a view the columns that `layer` shows, and the rows of question and answer as the memory has them now."""
-        columns = self._columns.get(layer)
-        if columns is None:
-            return view
-        count, parts = len(columns), (view.key, view.value)
-        held = self._held.get(layer) or tuple(part.index_select(2, columns) for part in parts)
-        key, value = (grow_buffer(one, 2, count + self._tail, used=count) for one in held)
-        for side, part in zip((key, value), parts, strict=True):
-            side[:, :, count : count + self._tail] = part[:, :, base:]
-        self._held[layer], end = (key, value), count + self._tail
-        layout = view.layout
-        if layout is not None:
-            tail = torch.arange(base, layout.length, device=layout.device)
-            layout = thin(layout, torch.cat([columns, tail]))
-        return replace(view, key=key[:, :, :end], value=value[:, :, :end], layout=layout)
 
     def _glancing(
         self, layer: int, view: KVView, query: Tensor, first: int, base: int, alike: bool

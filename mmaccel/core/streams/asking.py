@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline, Evidence
 from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import Seen, StreamPass, StreamState
-from mmaccel.core.prefill.recalled import RecallPruning, tell_idle
+from mmaccel.core.prefill.recalled import InTime, RecallPruning, tell_idle
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.parts import RunningStates
+from mmaccel.core.streams.parts import Choosing, RunningStates
 from mmaccel.core.streams.question import QuestionRunner, StreamInfo, joined, kept, planned_rows
 from mmaccel.core.streams.stream_runner import StreamRunner, filled, frame_size
 
 FEW = 4
 """Units of a memory of frames that go through the vision tower at a time."""
 
+GONE = "between: kv {!r} holds nothing of that time any more; ask for a later one, or choose a kv that keeps all frames."
+
 
 @contextmanager
 def asked(
     live: StreamRunner,
-    question: str,
+    question: Any,
     room: int,
     weigh: bool = True,
     deadline: Deadline | None = None,
     beside: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    between: tuple[float, float] | None = None,
 ) -> Iterator[QuestionRunner]:
     """A question (`StreamModel.question`) on `live`, run up to its first token; at exit the memory is as before.
 
@@ -40,6 +47,8 @@ def asked(
     weigh   its evidence will be asked for
     beside  it sees the stream as it is now, and gives way to frames between its layers and its tokens, as far as the memory
             lets these come meanwhile (`StreamState.snapshot`); the caller holds the `turns` of the model
+    settings  by which tokens are chosen (`StreamAdapter.choosing`)
+    between   seconds of the stream: of units it sees those that were shown from the one to the other
 
     Raises `ModelError`, before anything is run, where the model has no position left for an answer, and `Ended` when the
     deadline comes before the first token.
@@ -56,6 +65,14 @@ def asked(
             adapter.turns.give_way(inside=reading)
 
     asking, waiting, places = adapter.question(question), state.waiting(), stream.places
+    inside = None if between is None else _units_between(info, *between)
+    if between is not None and info.times[-1] > between[1]:
+        waiting, info = None, replace(info, pending=None)
+    choosing = Choosing()
+    if settings:
+        assert isinstance(adapter, StreamAdapter)
+        ids = torch.cat([adapter.head(), asking.ids])[None]
+        choosing = adapter.choosing(ids, room, settings, adapter.attention.recipe.draft.active)
     if info.timed and not isinstance(state, FrameState):
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
@@ -80,6 +97,13 @@ def asked(
     stream_pass = StreamPass(
         kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh, layout=planned
     )
+    if asking.after is not None and taken is not None:
+        marks = torch.arange(info.marks.shape[0], device=asking.after.device).expand(places.axes, -1)
+        places.follows = torch.cat([marks, asking.after + marks.shape[1]], 1)
+    elif asking.after is not None and beside:
+        raise ModelError(
+            f"question: kv {live.kv.name!r} has no snapshot, which images need here; ask in words."
+        )
     units, own = state.shown(stream_pass)
     last, positions = places.ends(units, pending, rows, own)
     if not places.admits(units, pending, rows, own):
@@ -92,15 +116,23 @@ def asked(
     stream_pass = replace(stream_pass, room=min(room, left))  # none for what no position is left for
     deadline.check()
     seen_as, evidence, shows = state, state.evidence, list(range(len(info.spans)))
+    if inside is not None:
+        state.between(*inside)
     if isinstance(state, FrameState):
         running = adapter.running()
         state, evidence = _picked(live, state, info, check, meter, running)
         shows = list(evidence())
+        if inside is not None and not shows:
+            raise ModelError(GONE.format(live.kv.name))
     prune = adapter.attention.recipe.prune
     acts = None if prune is None else prune.on_stream()
     depth, seen = adapter.view.geometry.layers, before + asking.visual
     pruned = None
     numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
+    timed = None
+    if inside is not None and not isinstance(seen_as, FrameState):
+        state = timed = InTime(state, stream, *inside)
+        evidence = _evidence_in(evidence, *inside)
     state = live.around(state, stream, seen, numbers)
     if acts is not None and (acts.stage == "layer" or acts.glance is not None):
         state = pruned = RecallPruning(state, acts, stream, depth, seen)
@@ -115,10 +147,14 @@ def asked(
         parts.insert(0, adapter.spoken(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
     given = adapter, live.run_pass, state, running, deadline, asking.ids, left, meter, shown, question
-    runner = QuestionRunner(*given, live.beside, live.around, check, pause, lambda: live.counters(seen_as))
+    runner = QuestionRunner(
+        *given, live.beside, live.around, check, pause, lambda: live.counters(seen_as), choosing
+    )
     with state.question_scope(), kept(running):
         runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
         meter.prompt_tokens = runner.length()
+        if timed is not None and not timed.count:
+            raise ModelError(GONE.format(live.kv.name))
         if pruned is not None:
             live.pruned = pruned.counts
             if not pruned.counts["visual"]:
@@ -152,6 +188,24 @@ def _picked(
         live.run_units(fresh, torch.cat(runs), begins, meter=meter, check=check, running=running)
     fresh.idle()
     return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
+
+
+def _units_between(info: StreamInfo, begin: float, end: float) -> tuple[int, int]:
+    """The first unit that was shown from `begin` to `end`, and the one behind the last; raises `ModelError` for none."""
+    shown = info.shown(0)
+    first, last = bisect.bisect_left(shown, begin), bisect.bisect_right(shown, end)
+    if first >= last:
+        to = info.times[-1]
+        raise ModelError(
+            f"between: no frame was shown from {begin:g} to {end:g} s; the stream is at {to:g} s."
+        )
+    return first, last
+
+
+def _evidence_in(
+    evidence: Callable[[], dict[int, Seen]], first: int, end: int
+) -> Callable[[], dict[int, Seen]]:
+    return lambda: {number: seen for number, seen in evidence().items() if first <= number < end}
 
 
 def _shown(info: StreamInfo, evidence: Mapping[int, Seen]) -> tuple[Evidence, ...]:

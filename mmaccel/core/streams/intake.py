@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +21,8 @@ from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.parts import Clip
+from mmaccel.core.streams.sources import Event, reopened
+from mmaccel.core.streams.standing import Standing
 from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
 from mmaccel.core.turns import Turns
 
@@ -45,6 +49,9 @@ class Intake:
     def __init__(self) -> None:
         self._source, self._stream, self._asking = Turns(), Turns(), Turns()
         self._cancelled = threading.Event()
+        self.events: deque[Event] = deque(maxlen=1000)
+        """What befell sources that are reconnected, the last ones."""
+        self._standing: list[Standing] = []
 
     @property
     def frames(self) -> int:
@@ -86,6 +93,7 @@ class Intake:
         fps: float | None,
         progress: Progress | None,
         deadline: Deadline,
+        reconnect: bool = False,
     ) -> int:
         """`watch` or `ingest`, by `deadline`. Raises `RecipeError` where the memory does not ingest."""
         if how == "ingest" and not self._kv.ingests:
@@ -95,6 +103,8 @@ class Intake:
         given = None if times is None else [float(moment) for moment in times]
         if given is not None and not all(map(math.isfinite, given)):
             raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
+        if reconnect and not (isinstance(video, str | os.PathLike) and times is None and how == "watch"):
+            raise ModelError("reconnect: it opens a path or URL again, with its own times; leave it out.")
         # Times are given for all frames of a call: all are taken in, or none.
         apart = given is None and how == "watch"
         each, every = (self._whole, nullcontext) if apart else (nullcontext, partial(self._whole, how))
@@ -103,7 +113,7 @@ class Intake:
             with (
                 self._working(self._source, deadline=deadline),
                 every(),
-                closing(self._stream_adapter.clips(video, fps, deadline.check)) as clips,
+                closing(self._clips(video, fps, deadline, reconnect)) as clips,
             ):
                 if how == "ingest":
                     self._stream_adapter.attention.meter.clear()
@@ -138,6 +148,15 @@ class Intake:
             why = "it reached its timeout" if over == "timeout" else "it was cancelled"
             warn(f"{how}: {why}; it took in {done} frames and left out the rest.")
         return done
+
+    def _clips(
+        self, video: Any, fps: float | None, deadline: Deadline, reconnect: bool
+    ) -> Generator[Clip, None, None]:
+        opens = partial(self._stream_adapter.clips, video, fps, deadline.check)
+        if not reconnect:
+            return opens()
+        begin = self._live.info.times[-1] if self._live is not None else 0.0
+        return reopened(opens, deadline.check, self.events.append, begin)
 
     def _rest(self) -> None:
         """Tell the memory that no more frames come for now."""
@@ -190,6 +209,8 @@ class Intake:
             some, watched = slice(watched, through), through
             with turns.holding():
                 live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed)
+            for one in self._standing:
+                one.came()
             if progress is not None:
                 progress(done + through, None if clip.part else done + count)
 

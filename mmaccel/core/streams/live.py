@@ -15,7 +15,8 @@ from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, End
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.streams.intake import How, Progress
-from mmaccel.core.streams.session import VideoSession
+from mmaccel.core.streams.session import Messages, VideoSession
+from mmaccel.core.streams.standing import Change, Standing
 
 Done = TypeVar("Done")
 
@@ -23,30 +24,29 @@ Done = TypeVar("Done")
 class AsyncReply(AsyncIterator[str]):
     """An answer under way: ``async for piece in reply`` gives its text as it comes, ``await reply`` the whole `Answer`.
 
-    Work begins when either is first asked for. `answer` is None until it is whole. Cancelling the task that waits for it, or
-    `aclose`, ends the answer with the token under way.
+    `answer` is None until it is whole. Cancelling the task that waits for it, or `aclose`, ends the answer with the token
+    under way.
     """
 
     def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
         self.answer: Answer | None = None
-        self._work, self._deadline = work, deadline
+        self._deadline, loop = deadline, asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._task: asyncio.Future[Answer] | None = None
 
-    def _begun(self) -> asyncio.Future[Answer]:
-        if self._task is None:
-            loop = asyncio.get_running_loop()
+        def put(piece: str) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
-            def put(piece: str) -> None:
-                with suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+        self._task = threaded(lambda: work(put))
+        self._task.add_done_callback(self._over)
 
-            self._task = threaded(lambda: self._work(put))
-            self._task.add_done_callback(lambda _: self._pieces.put_nowait(None))
-        return self._task
+    def _over(self, task: asyncio.Future[Answer]) -> None:
+        self._pieces.put_nowait(None)
+        if not task.cancelled():
+            task.exception()  # nobody need ask for it
 
     async def __anext__(self) -> str:
-        task = self._begun()
+        task = self._task
         try:
             piece = None if task.done() and self._pieces.empty() else await self._pieces.get()
         except asyncio.CancelledError:
@@ -61,15 +61,14 @@ class AsyncReply(AsyncIterator[str]):
         return self._whole().__await__()
 
     async def _whole(self) -> Answer:
-        self.answer = await ended_with(self._begun(), self._deadline)
+        self.answer = await ended_with(self._task, self._deadline)
         return self.answer
 
     async def aclose(self) -> None:
         """End the answer, and wait until the model has left it."""
         self._deadline.cancel()
-        if self._task is not None:
-            with suppress(Exception):
-                await asyncio.shield(self._task)
+        with suppress(Exception):
+            await asyncio.shield(self._task)
 
 
 class AsyncVideoSession:
@@ -104,9 +103,10 @@ class AsyncVideoSession:
         progress: Progress | None = None,
         *,
         timeout: float | None = None,
+        reconnect: bool = False,
     ) -> int:
         """See `VideoSession.watch`; `progress` is called in another thread."""
-        return await self._take_in("watch", video, times, fps, progress, timeout)
+        return await self._take_in("watch", video, times, fps, progress, timeout, reconnect)
 
     async def ingest(
         self,
@@ -120,15 +120,22 @@ class AsyncVideoSession:
         return await self._take_in("ingest", video, None, fps, progress, timeout)
 
     async def _take_in(
-        self, how: How, video: Any, times: Any, fps: float | None, progress: Progress | None, timeout: Any
+        self,
+        how: How,
+        video: Any,
+        times: Any,
+        fps: float | None,
+        progress: Progress | None,
+        timeout: float | None,
+        reconnect: bool = False,
     ) -> int:
         deadline = self.session.deadline(timeout)
-        work = threaded(lambda: self.session.take_in(how, video, times, fps, progress, deadline))
+        work = threaded(lambda: self.session.take_in(how, video, times, fps, progress, deadline, reconnect))
         return await ended_with(work, deadline)
 
     def ask(
         self,
-        question: str,
+        question: str | Messages,
         max_new_tokens: int = MAX_NEW_TOKENS,
         *,
         timeout: float | None = None,
@@ -137,11 +144,23 @@ class AsyncVideoSession:
     ) -> AsyncReply:
         """An `AsyncReply`: iterate over it for the pieces of text as they come, or await it for the whole `Answer`.
 
-        The other arguments are those of `VideoSession.ask`.
+        The other arguments are those of `VideoSession.ask`; work begins at once.
         """
         deadline = self.session.deadline(timeout)
         ask = self.session.answering(question, max_new_tokens, evidence, deadline, **how)
         return AsyncReply(ask, deadline)
+
+    def on(self, question: str, call: Callable[[Change], object], **how: Any) -> Standing:
+        """See `VideoSession.on`; `call` is called in the loop, and awaited if it is a coroutine function."""
+        loop = asyncio.get_running_loop()
+
+        def tell(turn: Change) -> None:
+            if asyncio.iscoroutinefunction(call):
+                asyncio.run_coroutine_threadsafe(call(turn), loop)
+            else:
+                loop.call_soon_threadsafe(call, turn)
+
+        return self.session.on(question, tell, **how)
 
     async def save(self, path: str | Path) -> None:
         """See `VideoSession.save`."""

@@ -30,13 +30,25 @@ class Clip:
 @dataclass(frozen=True, eq=False)
 class Question:
     """Tokens [n] after the video and its marks, and their input embeddings [n, E]; ``words[0] .. words[1]`` of them are the
-    user's own, and none from `visual` on stands for an image or a video; `layout` [1, n] says which do, None: none does."""
+    user's own, and none from `visual` on stands for an image or a video; `layout` [1, n] says which do, None: none does;
+    `after` [A, n] as `PositionIds` has it."""
 
     ids: Tensor
     words: tuple[int, int]
     embeds: Tensor
     visual: int = 0
     layout: TokenLayout | None = None
+    after: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Choosing:
+    """How the tokens of an answer are chosen: `warp` and `generator` as `Prompt` has them, and whether the answer ends with
+    the last of `stop` (ids [1, S])."""
+
+    warp: Callable[[Tensor, Tensor], Tensor] | None = None
+    generator: torch.Generator | None = None
+    stop: Callable[[Tensor], bool] = lambda ids: False
 
 
 class RunningStates(ABC):

@@ -22,7 +22,7 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.parts import Moment, Question, RunningStates
+from mmaccel.core.streams.parts import Choosing, Moment, Question, RunningStates
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
@@ -108,6 +108,7 @@ class QuestionRunner(Runner):
     check     called between two layers of the question; may raise `Ended`
     pause     called with False between two passes of the answer
     counted   gives the figures of the memory
+    choosing  how the tokens of the answer are chosen
     around    what is laid round the memory while it lasts; `Listening` tells a draft's pruner what it attended to
     logits    [1, V] of the first token, set by `prefill`
     """
@@ -121,12 +122,13 @@ class QuestionRunner(Runner):
     left: int
     meter: Meter
     evidence: Callable[[], tuple[Evidence, ...]]
-    question: str
+    question: Any
     beside: CarefulDraftStream
     around: Around
     check: Callable[[], None]
     pause: Callable[[bool], None]
     counted: Callable[[], dict[str, float]]
+    choosing: Choosing
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
@@ -172,6 +174,7 @@ class QuestionRunner(Runner):
         ends, tokens, shown = adapter.ends(), list[int](), ""
         ids = torch.cat([adapter.head(), self.ids])[None]
         start = ids.shape[1]
+        choosing = self.choosing
         beside = self.beside
         reason: FinishReason = "stop"
 
@@ -187,7 +190,7 @@ class QuestionRunner(Runner):
                 reason = "positions"
             elif over is not None:
                 reason = over
-            return reason != "stop"
+            return reason != "stop" or choosing.stop(ids)
 
         def text(whole: bool) -> str:
             """The text so far; `put` gets what is new of it, a character of several tokens with its last one."""
@@ -213,9 +216,12 @@ class QuestionRunner(Runner):
                 if stream is not None:
                     heard = self.around.heard() if isinstance(self.around, Listening) else None
                     stream.ask(self.question, most, *([] if heard is None else [heard]))
-            prompt = Prompt(
-                {"input_ids": ids}, ids, max_new_tokens=most, stream=beside.stream, deadline=self.deadline
-            )
+            more: dict[str, Any] = {
+                "max_new_tokens": most,
+                "stream": beside.stream,
+                "deadline": self.deadline,
+            }
+            prompt = Prompt({"input_ids": ids}, ids, choosing.warp, choosing.generator, **more)
             if beside.failed:
                 meter.draft_failed(beside.failed)
             elif strategy.active:

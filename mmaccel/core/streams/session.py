@@ -18,7 +18,17 @@ from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.intake import Intake, Progress
+from mmaccel.core.streams.standing import Change, Standing
 from mmaccel.core.streams.stream_runner import StreamRunner
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def as_turns(question: str | Messages) -> Messages:
+    """A text, or pieces of a turn, as a turn of the user; messages as they are."""
+    if isinstance(question, str) or not question or "role" not in question[0]:
+        return [{"role": "user", "content": question}]
+    return question
 
 
 class VideoSession(Intake):
@@ -51,6 +61,8 @@ class VideoSession(Intake):
         self.recipe.draft.check(self._stream_adapter.view)
         self._processor = processor
         self._meter = Meter()
+        self.history: list[Mapping[str, Any]] = []
+        """The turns of `ask` with `chat`, oldest first; clear it to begin anew."""
 
     @classmethod
     def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
@@ -67,6 +79,7 @@ class VideoSession(Intake):
         progress: Progress | None = None,
         *,
         timeout: float | None = None,
+        reconnect: bool = False,
     ) -> int:
         """Take in frames: [T, 3, H, W] uint8, a list of images, a `media.Video` or a path. Gives their number.
 
@@ -80,9 +93,11 @@ class VideoSession(Intake):
         `timeout`: seconds from the start of this call. When they are over, or `cancel` is called, the call ends after the
         current pass of frames, or at once while it waits for frames of a path. The session keeps the frames that the model
         has read, leaves out the others, and a warning gives the number kept. Of a live source the model reads what has come
-        once nothing came for half a second. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
+        once nothing came for half a second. `reconnect`: a source that stalls, breaks off or ends is opened again, each time
+        later, until the call is cancelled or its time is over; `events` has what befell it, and frames go on at the time at
+        which they come. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
-        return self.take_in("watch", video, times, fps, progress, self.deadline(timeout))
+        return self.take_in("watch", video, times, fps, progress, self.deadline(timeout), reconnect)
 
     def ingest(
         self,
@@ -104,84 +119,146 @@ class VideoSession(Intake):
     @overload
     def ask(
         self,
-        question: str,
+        question: str | Messages,
         max_new_tokens: int = ...,
         stream: Literal[False] = ...,
         *,
         timeout: float | None = ...,
         evidence: bool = ...,
+        chat: bool = ...,
+        between: tuple[float, float] | None = ...,
+        **settings: Any,
     ) -> Answer: ...
 
     @overload
     def ask(
         self,
-        question: str,
+        question: str | Messages,
         max_new_tokens: int = ...,
         *,
         stream: Literal[True],
         timeout: float | None = ...,
         evidence: bool = ...,
+        chat: bool = ...,
+        between: tuple[float, float] | None = ...,
+        **settings: Any,
     ) -> Reply: ...
 
     def ask(
         self,
-        question: str,
+        question: str | Messages,
         max_new_tokens: int = MAX_NEW_TOKENS,
         stream: bool = False,
         *,
         timeout: float | None = None,
         evidence: bool = True,
+        chat: bool = False,
+        between: tuple[float, float] | None = None,
+        **settings: Any,
     ) -> Answer | Reply:
-        """Answer a question on what was watched so far, greedily; the stream is left as it was.
+        """Answer a question on what was watched so far; the stream is left as it was.
 
+        question  a text; pieces, ``{"type": "image", "image": ...}`` among them; or messages, ``{"role": "user", "content":
+                  ...}``: the turns of user and assistant before the question, and a system message, which is read behind the
+                  video, for the stream has read the template's own head. Earlier turns are text, and no part of the stream
         max_new_tokens  tokens of the answer at most
         stream    give the pieces of text as they come (`Reply`), instead of the whole `Answer`
         timeout   seconds from the start of this call; the answer then ends with the tokens generated so far, perhaps none
         evidence  also find the frames that the answer rests on; False answers a long question sooner
+        chat      read the turns in `history` before it, and keep question and answer there
+        between   seconds of the stream, such as (725.0, 730.0): it sees the frames alone that were shown from then to then
+        settings  of `generate`: do_sample with temperature, top_k, top_p and a seed; repetition_penalty; stop_strings;
+                  logits_processor or prefix_allowed_tokens_fn, as libraries make them for answers in JSON. Greedy without
 
-        `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a question that
-        leaves no position for an answer. An answer that reaches the last position ends there, with a warning.
+        It sees the stream as it is when its answer begins; questions of a session are answered one after another, and frames
+        are taken in meanwhile. `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a
+        question that leaves no position for an answer. An answer that reaches the last position ends there, with a warning.
         """
         deadline = self.deadline(timeout)
-        work = self.answering(question, max_new_tokens, evidence, deadline)
+        work = self.answering(question, max_new_tokens, evidence, deadline, chat, between, **settings)
         if not stream:
             return work(None)
         self._check(question)
         return Reply(work, deadline)
 
     def answering(
-        self, question: str, most: int, evidence: bool, deadline: Deadline
+        self,
+        question: str | Messages,
+        most: int,
+        evidence: bool,
+        deadline: Deadline,
+        chat: bool = False,
+        between: tuple[float, float] | None = None,
+        **settings: Any,
     ) -> Callable[[Callable[[str], None] | None], Answer]:
-        """What answers a question when it is called, with what gets the pieces of text."""
+        """What answers a question when it is called, with what gets the pieces of text; see `ask`."""
         if not isinstance(most, int) or most < 1:
             raise ModelError(f"max_new_tokens: {most!r}; give at least 1.")
-        return partial(self._answer, question, most, evidence, deadline)
+        return partial(self._answer, question, most, evidence, deadline, chat, between, settings)
 
-    def _check(self, question: str) -> StreamRunner:
-        """The stream to ask; raises `ModelError` where nothing was watched, or the question is not text."""
+    def _check(self, question: str | Messages) -> StreamRunner:
+        """The stream to ask; raises `ModelError` where nothing was watched, or the question is none."""
         self._stream_adapter.tail(question)
         if self._live is None or not self.frames:
             raise ModelError("ask: the session has seen no frame; watch something first.")
         return self._live
 
     def _answer(
-        self, question: str, most: int, evidence: bool, deadline: Deadline, put: Callable[[str], None] | None
+        self,
+        question: str | Messages,
+        most: int,
+        evidence: bool,
+        deadline: Deadline,
+        chat: bool,
+        between: tuple[float, float] | None,
+        settings: Mapping[str, Any],
+        put: Callable[[str], None] | None,
     ) -> Answer:
+        turns = self._asking, self._stream_adapter.turns
         try:
-            turns = self._asking, self._stream_adapter.turns
-            with (
-                self._working(*turns, deadline=deadline),
-                asked(self._check(question), question, most, evidence, deadline, beside=True) as turn,
-            ):
-                text, ids, reason = turn.decode(self.recipe.draft, most, put)
-                self._meter, report = turn.meter, self._told(turn.meter, turn.counted())
-                counters, draft = dict(report.kv), report.draft
-                if draft["rounds"]:
-                    counters |= {"drafted": float(draft["proposed"]), "accepted": float(draft["accepted"])}
-                speed = report.ttft_s or 0.0, report.tokens_per_s
-                return Answer(text, ids, *speed, turn.evidence(), counters, reason)
+            with self._working(*turns, deadline=deadline):
+                said = [*self.history, *as_turns(question)] if chat else question
+                live = self._check(said)
+                with asked(live, said, most, evidence, deadline, True, settings, between) as turn:
+                    text, ids, reason = turn.decode(self.recipe.draft, most, put)
+                    self._meter, report = turn.meter, self._told(turn.meter, turn.counted())
+                    counters, draft = dict(report.kv), report.draft
+                    if draft["rounds"]:
+                        counters |= {
+                            "drafted": float(draft["proposed"]),
+                            "accepted": float(draft["accepted"]),
+                        }
+                    speed = report.ttft_s or 0.0, report.tokens_per_s
+                    answer = Answer(text, ids, *speed, turn.evidence(), counters, reason)
+                if chat:
+                    self.history = [*said, {"role": "assistant", "content": text}]
+                return answer
         except Ended as end:
             return Answer("", (), 0.0, None, counters=self.counters(), finish_reason=end.reason)
+
+    def on(
+        self,
+        question: str,
+        call: Callable[[Change], object],
+        *,
+        every: float = 2.0,
+        last: float | None = None,
+        says: str | None = None,
+        max_new_tokens: int = 16,
+    ) -> Standing:
+        """Ask `question` while frames come, and `call` with a `Change` when its answer is another than the time before.
+
+        every  seconds of the stream between two times at least; one that is due while the last is answered is left out
+        last   ask of the frames of the last so many seconds alone; None: of all
+        says   call only when the answer begins to contain this ("yes"), and did not the time before
+
+        `call` runs in a thread of its own, as the questions do; frames do not wait for it. `Standing.cancel` ends it, and so
+        does `close`. Raises `ModelError` for a question that is none.
+        """
+        self._stream_adapter.tail(question)
+        given = {"every": every, "last": last, "says": says, "most": max_new_tokens}
+        self._standing.append(one := Standing(self, question, call, **given))  # type: ignore[arg-type]
+        return one
 
     def __len__(self) -> int:
         return self.frames
@@ -244,6 +321,8 @@ class VideoSession(Intake):
 
     def close(self) -> None:
         """Give back what the stream holds; a second call does nothing."""
+        for one in self._standing:
+            one.cancel()
         with self._stream.holding(), self._asking.holding(), self._stream_adapter.turns.holding():
             if self._live is not None:
                 self._live.close()

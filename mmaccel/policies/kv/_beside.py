@@ -43,6 +43,12 @@ class BesideQuestion(StreamMemory):
         self._lent = taken
         return taken  # type: ignore[no-any-return]
 
+    def between(self, first: int, end: int) -> None:
+        self._main._part()
+        self.index.forget([*range(first), *range(end, self._count)])
+        self.local = 0
+        self.idle()
+
     def _part(self) -> None:
         """Something comes that changes what a question reads: from now on that reads copies."""
         taken, self._lent = self._lent, None

@@ -175,6 +175,12 @@ class TokenMemory(StreamMemory):
             self._held[layer] = fresh if old is None else old.and_then(fresh)
         self._count = self._first = total
 
+    def between(self, first: int, end: int) -> None:
+        for layer, held in enumerate(self._held):
+            if held is not None:
+                units = held.column // self.stream.unit
+                self._held[layer] = held.take(((units >= first) & (units < end)).nonzero()[:, 0])
+
     def _keep(self, layer: int, index: Tensor) -> None:
         """Of the tokens of a layer keep those at `index` [k], in order of time."""
         held = self._held[layer]

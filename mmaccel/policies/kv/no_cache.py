@@ -94,6 +94,9 @@ class _Frames(FrameState):
         taken._held = dict(self._held)
         return taken
 
+    def between(self, first: int, end: int) -> None:
+        self._held = {number: frames for number, frames in self._held.items() if first <= number < end}
+
     def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
         numbers = list(self._held)
         count = min(self.budget, len(numbers))

@@ -1,25 +1,19 @@
-"""The memory of a stream on the host: keys and values by layer and unit, written as they leave the device, read again.
-
-Saved, it is safetensors files of bounded size and a JSON file that tells what is in them; all of it is checked before any is
-believed: version, shape, sizes, and a checksum of every file.
-"""
+"""The memory of a stream on the host: keys and values by layer and unit, written as they leave the device, read again."""
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.clusters import gather_units, grain_of
-from mmaccel.core.errors import ModelError, RecipeError, StoreError, check_choice, shown
-from mmaccel.core.files import checkpoint_io, outside
+from mmaccel.core.errors import RecipeError, StoreError, check_choice
+from mmaccel.policies.kv.store import saved
 from mmaccel.policies.kv.store.slabs import (
     SLAB_BYTES,
     Lanes,
@@ -33,10 +27,6 @@ from mmaccel.policies.kv.store.slabs import (
 
 Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
-VERSIONS = 1, 2
-"""Of saved stores: those that can be read, the last is written. The first named groups of units that lay together."""
-INDEX = "store.json"
-FILE_BYTES = 256 * 2**20
 MOST = 1 << 31
 """Units are numbers below this."""
 PENDING = 512
@@ -88,6 +78,8 @@ class HostStore:
         self.slabs = Slabs(shape, on_cuda, slab_bytes, cap, spill == "disk", place)
         self.table = SlotTable(shape.layers, self.device)
         self._closed, self._dropped = False, 0
+        self.written: dict[tuple[int, int], saved.Piece] = {}
+        """The files of the last save, by layer and number, as far as their units are as they were then."""
         # What a gather reads: its places, the slabs and these, what divides their addresses, and on the device, made and
         # read on the wire's lane alone, the bytes from the first slab to each.
         self._laid: tuple[Sequence[Tensor], list[Tensor], int, list[Tensor]] | None = None
@@ -220,6 +212,7 @@ class HostStore:
         """Forget the units from number `end` on, in all layers."""
         self._open()
         self.table.drop(slice(end, None))
+        self.written = {place: one for place, one in self.written.items() if one.units[-1] < end}
 
     def units(self, layer: int) -> list[int]:
         """The units that a layer holds, ascending."""
@@ -264,22 +257,7 @@ class HostStore:
     def save(self, folder: Path) -> None:
         """Write all units to `folder`; raises `StoreError` where that cannot be done."""
         self.settle()
-        pieces, most = list[dict[str, Any]](), max(1, FILE_BYTES // self.shape.nbytes)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for layer in range(self.shape.layers):
-                held = self.units(layer)
-                for units in (held[i : i + most] for i in range(0, len(held), most)):
-                    name = f"store-{len(pieces):05d}.safetensors"
-                    kept = torch.cat([self.entry(layer, unit) for unit in units])
-                    checkpoint_io.write_tensors(folder / name, {"units": kept})
-                    pieces.append({"file": name, "layer": layer, "units": units, "crc": _checksum(kept)})
-            index = {"version": VERSIONS[-1], "shape": self.shape.facts(), "pieces": pieces}
-            (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-        except OSError as error:
-            raise StoreError(
-                f"host store: cannot write to {folder} ({error.strerror}); give another folder."
-            ) from error
+        saved.write(self, folder)
 
     def load(self, folder: Path, end: int = MOST) -> None:
         """Hold the units below `end` saved to `folder`, nothing else; these are not counted. Raises `StoreError` for what
@@ -288,39 +266,7 @@ class HostStore:
         self._settle_times(0)
         before = dict(self._counts), self._dropped
         try:
-            index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
-            if index["version"] not in VERSIONS:
-                raise StoreError(
-                    f"host store: {folder} is of version {shown(index['version'])} and this is version {VERSIONS[-1]}; save "
-                    "it again."
-                )
-            if index["shape"] != self.shape.facts():
-                raise StoreError(
-                    f"host store: {folder} holds units of {shown(index['shape'], 120)} and the store is for "
-                    f"{self.shape.facts()}; load it with the model and frame size it was saved with."
-                )
-            for piece in index["pieces"]:
-                layer, units, path = piece["layer"], piece["units"], folder / piece["file"]
-                checkpoint_io.numbers([layer], f"{INDEX}: layer", self.shape.layers, StoreError)
-                checkpoint_io.numbers(units, f"{INDEX}: units", end, StoreError)
-                if path.name != piece["file"]:
-                    raise ValueError(f"{shown(piece['file'])} is not a file of a store")
-                wanted = {"units": ((len(units), *self.shape.unit), self.shape.dtype)}
-                kept = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))["units"]
-                if _checksum(kept) != piece["crc"]:
-                    raise ValueError(f"{path.name} is not what was written")
-                for unit, (key, value) in zip(units, kept, strict=True):
-                    if self.put(layer, [unit], key.to(self.device), value.to(self.device)):
-                        # Whoever saved it does not know that some are no more.
-                        raise StoreError(
-                            f"host store: {folder} holds more than this host has room for; free memory, or load it on a "
-                            "host with as much as the one it was saved on."
-                        )
-        except (OSError, KeyError, TypeError, ValueError, IndexError, ModelError) as error:
-            why = str(error)[:200].rstrip(".")
-            raise StoreError(
-                f"host store: {folder} is damaged or incomplete ({why}); save it again."
-            ) from error
+            saved.read(self, folder, end)
         finally:
             self._settle_times(0)
             self._counts, self._dropped = before
@@ -393,8 +339,3 @@ class HostStore:
             ended.sync()
             self._counts[kind] += began.seconds(ended)
         del self._timed[:cut]
-
-
-def _checksum(kept: Tensor) -> int:
-    raw: Any = kept.contiguous().view(-1).view(torch.uint8).numpy()
-    return zlib.crc32(raw)

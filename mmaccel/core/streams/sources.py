@@ -1,0 +1,66 @@
+"""A source that is opened again when it falls silent, breaks off or ends, each time later; what happened is on record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mmaccel.core.errors import VideoError, VideoStalled
+from mmaccel.core.streams.parts import Clip
+
+FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
+"""Seconds until a source is opened again: at first, and at most; and between two checks meanwhile."""
+
+
+@dataclass
+class Event:
+    """What befell a source: it sent nothing (`stall`), broke off (`fault`) or ended (`end`), after a frame that was shown at
+    `seconds` of the stream. `why` is the error's sentence; `lasted` the seconds until frames came again, None until then."""
+
+    kind: Literal["stall", "fault", "end"]
+    seconds: float
+    why: str = ""
+    lasted: float | None = None
+
+
+def reopened(
+    opens: Callable[[], Generator[Clip, None, None]],
+    check: Callable[[], None],
+    note: Callable[[Event], None],
+    begin: float,
+) -> Generator[Clip, None, None]:
+    """The clips of a source, opened anew by `opens` whenever it is over, until `check` raises.
+
+    Frames go on at the time at which they come: after a break as many seconds later as it lasted. `note` is told of each
+    break as it begins; `begin` is when the stream's last frame was shown.
+    """
+    last, since, wait = begin, time.monotonic(), FIRST_S
+    event: Event | None = None
+    while True:
+        kind, why, shift = "end", "", None
+        try:
+            with closing(opens()) as clips:
+                for clip in clips:
+                    assert clip.times is not None
+                    if event is not None:
+                        event.lasted, wait = time.monotonic() - since, FIRST_S
+                        shift = last + event.lasted - clip.times[0]
+                        event = None
+                    if shift is not None:
+                        clip = replace(clip, times=[moment + shift for moment in clip.times])
+                    yield clip
+                    last, since = clip.times[-1] if clip.times else last, time.monotonic()
+        except VideoError as error:
+            kind, why = "stall" if isinstance(error, VideoStalled) else "fault", str(error)
+        if event is None:
+            event = Event(kind, last, why)  # type: ignore[arg-type]
+            note(event)
+        end = time.monotonic() + wait
+        while (left := end - time.monotonic()) > 0:
+            check()
+            time.sleep(min(STEP_S, left))
+        check()
+        wait = min(2 * wait, MOST_S)

@@ -1,0 +1,102 @@
+"""A standing question: asked again and again while frames come, and told of when its answer turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mmaccel.core.decoding.generate import Answer
+from mmaccel.core.errors import ModelError, warn
+
+if TYPE_CHECKING:
+    from mmaccel.core.streams.session import VideoSession
+
+
+@dataclass(frozen=True)
+class Change:
+    """The `answer`, with its evidence, that a question had when the stream was at `seconds`; `before` is what was said the
+    time before, None the first time."""
+
+    question: str
+    answer: Answer
+    before: str | None
+    seconds: float
+
+
+class Standing:
+    """A question that a session asks every so many seconds of its stream; see `VideoSession.on`.
+
+    asked   the second of the stream at which it was asked last; None: not yet
+    failed  what ended it, if anything did
+    """
+
+    def __init__(
+        self,
+        session: VideoSession,
+        question: str,
+        call: Callable[[Change], object],
+        *,
+        every: float,
+        last: float | None,
+        says: str | None,
+        most: int,
+    ) -> None:
+        for name, seconds in (("every", every), ("last", last)):
+            if seconds is not None and not seconds > 0:
+                raise ModelError(f"{name}: {seconds!r}; give a positive number of seconds.")
+        self.asked: float | None = None
+        self.failed: Exception | None = None
+        self._session, self._question, self._call = session, question, call
+        self._every, self._last, self._says, self._most = every, last, says, most
+        self._before: str | None = None
+        self._came, self._over = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="mmaccel-standing", daemon=True)
+        self._thread.start()
+
+    def came(self) -> None:
+        """Frames have come."""
+        self._came.set()
+
+    def cancel(self) -> None:
+        """Ask no more. A question under way ends with its answer, of which nothing is told."""
+        self._over = True
+        self._came.set()
+
+    def _run(self) -> None:
+        while True:
+            self._came.wait()
+            self._came.clear()
+            if self._over:
+                return
+            try:
+                now = self._session.seconds
+                if self._session.frames and (self.asked is None or now - self.asked >= self._every):
+                    self._ask(now)
+                    self.asked = now
+            except Exception as error:
+                if not self._over:
+                    self.failed = error
+                    warn(f"the standing question {self._question!r} ended: {error}")
+                return
+
+    def _ask(self, now: float) -> None:
+        begin = 0.0 if self._last is None else now - self._last
+        stretch = None if self._last is None else (begin, now)
+        # Evidence is worked out where something is told.
+        answer = self._session.ask(self._question, self._most, evidence=False, between=stretch)
+        if answer.finish_reason in ("timeout", "cancelled"):
+            return
+        before, self._before = self._before, answer.text
+        if not self._turned(before, answer.text) or self._over:
+            return
+        whole = self._session.ask(self._question, self._most, between=(begin, now))
+        if not self._over:
+            self._call(Change(self._question, whole, before, now))
+
+    def _turned(self, before: str | None, now: str) -> bool:
+        if self._says is None:
+            return before != now
+        said = self._says.casefold()
+        return said in now.casefold() and (before is None or said not in before.casefold())

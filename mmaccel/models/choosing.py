@@ -1,0 +1,108 @@
+"""How the tokens of an answer are chosen: transformers' processors and criteria, of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import DraftError, ModelError, nearest
+from mmaccel.core.streams.parts import Choosing
+
+STATEFUL = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+}
+"""Processors of transformers that remember what they were asked, token by token, and the arguments that they are made of: a
+draft asks about tokens that are refused, too, and about the same place twice."""
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings that act where tokens are drawn."""
+OBJECTS = "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"
+SETTINGS = (
+    *("do_sample", *SAMPLING, "seed", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+    *("min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings"),
+    *OBJECTS,
+)
+"""Settings of `generate` that `VideoSession.ask` takes; and a seed."""
+
+
+def of_one(field: str, verdict: Tensor) -> Tensor:
+    """What the processors or criteria given as `field` say of one sequence; `DraftError` where they tell of several."""
+    if verdict.shape[0] != 1:
+        raise DraftError(
+            f"{field}: one tells of {verdict.shape[0]} sequences, and was asked about one, for here the sequences of a "
+            "batch are decoded each by itself; give prompts one by one, or leave the draft out."
+        )
+    return verdict
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the processors make of one token's logits: (ids before [S], logits [V]) -> probabilities [V]. A class of its own,
+    so that it can travel to another process."""
+
+    processors: Any
+    sample: bool
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        scores = of_one("logits_processor", self.processors(ids[None], logits[None].float()))[0]
+        if self.sample:
+            return torch.softmax(scores, -1)
+        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()
+
+
+def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
+    """How tokens after `ids` [1, S] are chosen, at most `most`, by the `settings` of `generate`; raises `ModelError`.
+
+    Nothing but what is given acts: what the model's folder says of sampling does not. `drafts`: a draft proposes tokens.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+
+    for name in settings:
+        if name not in SETTINGS:
+            raise ModelError(f"{name}: it is no setting of an answer; {nearest(name, SETTINGS)}leave it out.")
+    given = {name: value for name, value in settings.items() if value is not None}
+    idle = [name for name in (*SAMPLING, "seed") if name in given and not given.get("do_sample")]
+    if idle:
+        raise ModelError(f"{idle[0]}: it acts where tokens are drawn; set do_sample=True too.")
+    seed, found = given.pop("seed", None), dict[str, Any]()
+    told: dict[str, Any] = {name: given.pop(name) for name in OBJECTS if name in given}
+    for name, kind in (
+        ("logits_processor", LogitsProcessorList),
+        ("stopping_criteria", StoppingCriteriaList),
+    ):
+        told[name] = kind(told.get(name, ()))
+    if (stops := given.pop("stop_strings", None)) is not None:
+        told["stopping_criteria"].append(StopStringCriteria(adapter.processor.tokenizer, stops))
+
+    def caught(model: Any, input_ids: Tensor, **made: Any) -> Tensor:
+        found.update(made)
+        return input_ids
+
+    ends = sorted(adapter.ends())
+    own = {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0, "max_new_tokens": most}
+    try:
+        adapter.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=GenerationConfig(**own, **given),
+            custom_generate=caught,
+            **told,
+        )
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"ask: {error}") from error
+    processors = found["logits_processor"]
+    for one in processors if drafts else ():
+        if (field := STATEFUL.get(type(one).__name__)) is not None:
+            raise ModelError(
+                f"{field}: it remembers tokens, of which a draft takes some back; leave one of both out."
+            )
+    sample = found["generation_config"].do_sample
+    warp = Sampling(processors, sample) if sample or processors else None
+    generator = None if seed is None else torch.Generator(adapter.device).manual_seed(int(seed))
+    criteria = found["stopping_criteria"]
+    return Choosing(warp, generator, lambda ids: bool(criteria(ids, ()).any()))

@@ -1,0 +1,116 @@
+"""A store of units on disk: safetensors files of bounded size, and a JSON file that tells what is in them.
+
+All of it is checked before any is believed: version, shape, sizes, and a checksum of every file. A file whose units the last
+save wrote is not written again: it gets another name, so that a save costs what is new.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import ModelError, StoreError, shown
+from mmaccel.core.files import checkpoint_io, outside
+
+if TYPE_CHECKING:
+    from mmaccel.policies.kv.store.host import HostStore
+
+VERSIONS = 1, 2
+"""Of saved stores: those that can be read, the last is written. The first named groups of units that lay together."""
+INDEX = "store.json"
+FILE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file that was written: the `units` of a layer in it, a checksum of them, and its size."""
+
+    units: list[int]
+    path: Path
+    crc: int
+    size: int
+
+
+def write(store: HostStore, folder: Path) -> None:
+    """Write all units of `store`, whose transfers have ended; raises `StoreError` where that cannot be done."""
+    most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], Piece]()
+    told = list[dict[str, Any]]()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for layer in range(store.shape.layers):
+            for number, some in itertools.groupby(store.units(layer), lambda unit: unit // most):
+                units, path = list(some), folder / f"store-{len(told):05d}.safetensors"
+                piece = _again(store.written.get((layer, number)), units, path)
+                if piece is None:
+                    kept = torch.cat([store.entry(layer, unit) for unit in units])
+                    checkpoint_io.write_tensors(path, {"units": kept})
+                    piece = Piece(units, path, _checksum(kept), path.stat().st_size)
+                written[layer, number] = piece
+                told.append({"file": path.name, "layer": layer, "units": units, "crc": piece.crc})
+        index = {"version": VERSIONS[-1], "shape": store.shape.facts(), "pieces": told}
+        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(
+            f"host store: cannot write to {folder} ({error.strerror}); give another folder."
+        ) from error
+    store.written = written
+
+
+def _again(last: Piece | None, units: list[int], path: Path) -> Piece | None:
+    """The file of the last save under another name, if it holds just these units and can have one."""
+    if last is not None and last.units == units:
+        with suppress(OSError):
+            if last.path.stat().st_size == last.size:
+                os.link(last.path, path)
+                return Piece(units, path, last.crc, last.size)
+    return None
+
+
+def read(store: HostStore, folder: Path, end: int) -> None:
+    """Put the units below `end` that are saved in `folder` into the empty `store`; raises `StoreError`."""
+    try:
+        index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
+        if index["version"] not in VERSIONS:
+            raise StoreError(
+                f"host store: {folder} is of version {shown(index['version'])} and this is version {VERSIONS[-1]}; save "
+                "it again."
+            )
+        if index["shape"] != store.shape.facts():
+            raise StoreError(
+                f"host store: {folder} holds units of {shown(index['shape'], 120)} and the store is for "
+                f"{store.shape.facts()}; load it with the model and frame size it was saved with."
+            )
+        for piece in index["pieces"]:
+            layer, units, path = piece["layer"], piece["units"], folder / piece["file"]
+            checkpoint_io.numbers([layer], f"{INDEX}: layer", store.shape.layers, StoreError)
+            checkpoint_io.numbers(units, f"{INDEX}: units", end, StoreError)
+            if path.name != piece["file"]:
+                raise ValueError(f"{shown(piece['file'])} is not a file of a store")
+            wanted = {"units": ((len(units), *store.shape.unit), store.shape.dtype)}
+            kept = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))["units"]
+            if _checksum(kept) != piece["crc"]:
+                raise ValueError(f"{path.name} is not what was written")
+            for unit, (key, value) in zip(units, kept, strict=True):
+                if store.put(layer, [unit], key.to(store.device), value.to(store.device)):
+                    # Whoever saved it does not know that some are no more.
+                    raise StoreError(
+                        f"host store: {folder} holds more than this host has room for; free memory, or load it on a "
+                        "host with as much as the one it was saved on."
+                    )
+    except (OSError, KeyError, TypeError, ValueError, IndexError, ModelError) as error:
+        why = str(error)[:200].rstrip(".")
+        raise StoreError(f"host store: {folder} is damaged or incomplete ({why}); save it again.") from error
+
+
+def _checksum(kept: Tensor) -> int:
+    raw: Any = kept.contiguous().view(-1).view(torch.uint8).numpy()
+    return zlib.crc32(raw)

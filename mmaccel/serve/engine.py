@@ -135,18 +135,12 @@ class Engine:
             asked = Asked(request, name, fetched, most, told, deadline)
             async with self.turns.turn(caller):
                 try:
-                    try:
-                        done = await self._done(asked, caller)
-                    except Refused as error:
-                        # What is kept for later gives way to what is asked now.
-                        if error.code != OUT_OF_MEMORY or not await self.kept.shrink(0) or first:
-                            raise
-                        done = await self._done(asked, caller)
-                except Ended:
-                    seconds = self.settings.limits.seconds
-                    raise Refused(
-                        408, f"its video was not read within {seconds:g} s; ask for fewer frames."
-                    ) from None
+                    done = await self._done(asked, caller)
+                except Refused as error:
+                    # What is kept for later gives way to what is asked now.
+                    if error.code != OUT_OF_MEMORY or not await self.kept.shrink(0) or first:
+                        raise
+                    done = await self._done(asked, caller)
         self.metrics.prompt.inc(done.prompt_tokens)
         figures = done.report["tokens_per_s"], done.new_tokens, done.report["draft"]
         ttft_s = first[0] if first else None

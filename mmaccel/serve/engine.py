@@ -85,6 +85,8 @@ class Engine:
         metrics: Metrics | None = None,
     ) -> None:
         self.name, self.model, self.settings = name, model, settings
+        # Of one that is never called: a pass of a stream lends the model's modules other functions while it runs.
+        self._still = sharing(model)
         self.processor = load_processor(processor, special_tokens=False, like=model)
         self.recipes, self.metrics = dict(recipes), metrics or Metrics()
         self.default = next(iter(self.recipes))
@@ -303,7 +305,7 @@ class Engine:
             if make := idle.empty() and self._made[name] < most:
                 self._made[name] += 1
         try:
-            fast = accelerate(sharing(self.model), recipe) if make else idle.get()
+            fast = accelerate(sharing(self._still), recipe) if make else idle.get()
         except BaseException:
             self._made[name] -= make
             raise

@@ -25,8 +25,8 @@ from watching import HELD, Sizes
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.worker import READY, Wire, Worker
+from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.policies.draft import Parallel, Sequential
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
 from mmaccel.policies.draft._remote_drafter import serve_decoder

@@ -26,7 +26,7 @@ from scenes import build
 
 import mmaccel
 from mmaccel.core.report import environment
-from mmaccel.core.turns import Turns
+from mmaccel.core.streams.parts import Turns
 
 SPARE_MS = 3.0
 
@@ -113,7 +113,7 @@ def measured(
                 gaps.append(now - last)
             last = now
 
-        session.answering(words(count), tokens, True, session.deadline(None))(put)
+        session._answering(words(count), tokens, True, session._deadline(None))(put)
         clock.end()
         answers += 1
     over.set()

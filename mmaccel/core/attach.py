@@ -25,8 +25,7 @@ from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, RunningStates
-from mmaccel.core.turns import Turns
+from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, RunningStates, Turns
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import DraftError, ModelError, nearest
+from mmaccel.core.errors import ModelError, nearest
 from mmaccel.core.streams.parts import Choosing
-
-STATEFUL = {
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
-    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
-}
-"""Processors of transformers that remember what they were asked, token by token, and the arguments that they are made of: a
-draft asks about tokens that are refused, too, and about the same place twice."""
+from mmaccel.models.drafting import STATEFUL, Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings that act where tokens are drawn."""
@@ -28,31 +21,6 @@ SETTINGS = (
     *OBJECTS,
 )
 """Settings of `generate` that `VideoSession.ask` takes; and a seed."""
-
-
-def of_one(field: str, verdict: Tensor) -> Tensor:
-    """What the processors or criteria given as `field` say of one sequence; `DraftError` where they tell of several."""
-    if verdict.shape[0] != 1:
-        raise DraftError(
-            f"{field}: one tells of {verdict.shape[0]} sequences, and was asked about one, for here the sequences of a "
-            "batch are decoded each by itself; give prompts one by one, or leave the draft out."
-        )
-    return verdict
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """What the processors make of one token's logits: (ids before [S], logits [V]) -> probabilities [V]. A class of its own,
-    so that it can travel to another process."""
-
-    processors: Any
-    sample: bool
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        scores = of_one("logits_processor", self.processors(ids[None], logits[None].float()))[0]
-        if self.sample:
-            return torch.softmax(scores, -1)
-        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()
 
 
 def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:

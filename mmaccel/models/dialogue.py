@@ -20,14 +20,12 @@ Messages = list[dict[str, Any]]
 
 
 def spoken(question: Any) -> tuple[Messages, Messages, list[Any]]:
-    """`question`, a text, pieces or messages, as messages that a template takes; the same without the words of the question;
+    """`question`, pieces or messages, as messages that a template takes; the same without the words of the question;
     and its images in order.
 
     The stream is a video that stands first in the user's first turn. What a system message says follows it there: the stream
     has read the template's own head before. Raises `ModelError`.
     """
-    if isinstance(question, str):
-        question = [{"type": "text", "text": check_question(question)}]
     (messages, images, videos), *others = conversations(question, None, None)
     if videos or others:
         raise ModelError("question: it shows a video, or is several; ask one question on the stream's own.")

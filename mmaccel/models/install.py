@@ -29,7 +29,6 @@ import torch
 from torch import nn
 
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.turns import Turns
 
 POLL_S = 0.002
 """Seconds between two checks of the stacks of other threads."""
@@ -150,7 +149,6 @@ class Gate:
     the same thread enters at once."""
 
     def __init__(self) -> None:
-        self.turns = Turns()  # under which passes of streams run
         self._state = threading.Condition()
         self._inside: dict[int, tuple[object, int]] = {}  # thread -> its outermost call, and how many within
         self._waiting: dict[int, Attaching | None] = {}
@@ -287,7 +285,6 @@ class Gate:
     def forked(self) -> None:
         """In a forked process only the thread that forked goes on: nobody else is inside, waits, or holds a lock."""
         me = threading.get_ident()
-        self.turns.forked()
         self._state = threading.Condition()
         self._inside = {thread: calls for thread, calls in self._inside.items() if thread == me}
         self._waiting, self._let_in = {}, set()

@@ -23,10 +23,9 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.prune import Probe
-from mmaccel.core.streams.asking import asked
+from mmaccel.core.streams.asking import QuestionRunner, asked
 from mmaccel.core.streams.listening import Listening
 from mmaccel.core.streams.parts import Moment, Question
-from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import deepstack, units
 from mmaccel.models.attention import MaxLength

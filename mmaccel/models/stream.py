@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import Branches, ModelView, home_of
 from mmaccel.core.attach import StreamAdapter, adapter_for
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.attention import PASS, AttentionConfig, ForwardPass
@@ -27,11 +27,10 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.parts import Choosing, Clip, Question
+from mmaccel.core.streams.parts import Choosing, Clip, Question, turns_of
 from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.chat import alike, clips_of
-from mmaccel.models.choosing import choosing
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.modules import in_chunks, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
@@ -61,8 +60,7 @@ class StreamPasses:
         if not recipe.sparse.dense:
             self.attention = attachment.owner.attention
         self.text: Any = family.text(model)
-        self._gate = gate = gate_of(self.text)
-        self.turns = gate.turns
+        self._gate, self.turns = gate_of(self.text), turns_of(self.text)
 
     @functools.cached_property
     def _few(self) -> step.StreamSteps:
@@ -304,11 +302,16 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         return dialogue.with_images(self, asking, images) if images else asking
 
     def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
+        from mmaccel.models.choosing import choosing
+
         return choosing(self, ids, most, settings, drafts)
 
     def tail(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
-        asked, silent, _ = dialogue.spoken(question)
-        ids, plain = self._chat(asked)[1], self._chat(silent)[1]
+        if isinstance(question, str):
+            ids, plain = self._chat(check_question(question))[1], self._template[1]
+        else:
+            asked, silent, _ = dialogue.spoken(question)
+            ids, plain = self._chat(asked)[1], self._chat(silent)[1]
         begin = alike(ids, plain)
         end = alike(ids[begin:][::-1], plain[begin:][::-1])
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mmaccel.core.decoding.generate import Deadline, Ended
-from mmaccel.core.turns import Turns
+from mmaccel.core.streams.parts import Turns
 
 
 def until(turns: Turns, waiting: int) -> None:

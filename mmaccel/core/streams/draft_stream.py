@@ -17,9 +17,8 @@ from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy
-from mmaccel.core.streams.asking import asked
+from mmaccel.core.streams.asking import QuestionRunner, asked
 from mmaccel.core.streams.listening import Guided
-from mmaccel.core.streams.question import QuestionRunner
 from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
 from mmaccel.core.streams.stream_runner import StreamRunner
 

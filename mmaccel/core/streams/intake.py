@@ -20,11 +20,10 @@ from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
 from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.parts import Clip
+from mmaccel.core.streams.parts import Clip, Turns
 from mmaccel.core.streams.sources import Event, reopened
 from mmaccel.core.streams.standing import Standing
 from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
-from mmaccel.core.turns import Turns
 
 Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
@@ -58,7 +57,7 @@ class Intake:
         """Frames watched."""
         return 0 if self._live is None else len(self._live.info.times)
 
-    def deadline(self, timeout: float | None) -> Deadline:
+    def _deadline(self, timeout: float | None) -> Deadline:
         """The end of a call that begins now; `cancel` ends it too."""
         return Deadline(timeout, self._cancelled)
 
@@ -85,7 +84,7 @@ class Intake:
                     raise ModelError("the session is closed; open a new one, or resume a saved one.")
                 yield
 
-    def take_in(
+    def _take_in(
         self,
         how: How,
         video: Any,

@@ -129,8 +129,8 @@ class AsyncVideoSession:
         timeout: float | None,
         reconnect: bool = False,
     ) -> int:
-        deadline = self.session.deadline(timeout)
-        work = threaded(lambda: self.session.take_in(how, video, times, fps, progress, deadline, reconnect))
+        deadline = self.session._deadline(timeout)
+        work = threaded(lambda: self.session._take_in(how, video, times, fps, progress, deadline, reconnect))
         return await ended_with(work, deadline)
 
     def ask(
@@ -146,8 +146,8 @@ class AsyncVideoSession:
 
         The other arguments are those of `VideoSession.ask`; work begins at once.
         """
-        deadline = self.session.deadline(timeout)
-        ask = self.session.answering(question, max_new_tokens, evidence, deadline, **how)
+        deadline = self.session._deadline(timeout)
+        ask = self.session._answering(question, max_new_tokens, evidence, deadline, **how)
         return AsyncReply(ask, deadline)
 
     def on(self, question: str, call: Callable[[Change], object], **how: Any) -> Standing:

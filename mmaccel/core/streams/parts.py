@@ -1,14 +1,20 @@
-"""What a session, a stream and a model hand each other."""
+"""What a session, a stream and a model hand each other, and the turns that threads take on a model."""
 
 from __future__ import annotations
 
+import os
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmaccel.core.layout import TokenLayout
 
@@ -76,3 +82,163 @@ class RunningStates(ABC):
         self, read: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
     ) -> None:
         """Be as when `tensors` gave what `read` gives for names with shapes and types; raises what that raises."""
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """[n, E] parts [., E] of what enters the layers, one after the other; those without what others have beside them
+    (`StreamModel.spoken`) have zeros."""
+    wide = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, wide - part.shape[1])) for part in parts])
+
+
+@contextmanager
+def kept(running: RunningStates | None) -> Iterator[None]:
+    """What layers carry is afterwards as it was."""
+    mark = None if running is None else running.mark()
+    try:
+        yield
+    finally:
+        if running is not None:
+            running.back(mark)
+
+
+@dataclass(eq=False)
+class StreamInfo:
+    """What is known of a stream beside its memory.
+
+    size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
+    fps      the rate of the first clip, for which positions are made
+    marks    [m, E] features of what ends any video
+    timed    whether the times of frames are known, and not made up: positions in seconds then follow them
+    spans    (first frame, frames) of each unit; `times` the seconds at which each frame was shown
+    pending  frames of a unit not yet complete; `raw` their (height, width)
+    """
+
+    size: tuple[int, int]
+    fps: float | None
+    unit: int
+    marks: Tensor
+    timed: bool = False
+    raw: tuple[int, int] | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    pending: Tensor | None = None
+
+    def shown(self, first: int, count: int | None = None) -> list[float]:
+        """The seconds at which `count` units from number `first` on were shown; None: all of them."""
+        end = None if count is None else first + count
+        return [self.times[frame] for frame, _ in self.spans[first:end]]
+
+    def moments(self, pace: int, frames: Sequence[int]) -> list[Moment]:
+        """What is written beside units of `pace` frames that begin with `frames`."""
+        return [(frame, self.times[frame : frame + pace]) for frame in frames]
+
+
+WAIT_S = 0.05
+"""Seconds between two checks of the deadline while a call waits for its turn."""
+
+
+class Turns:
+    """A lock that is given to threads in the order in which they asked for it; its holder may take it again.
+
+    Who works for long gives way in between: those that wait then have their turns, and it goes on after them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[int, threading.Event]] = deque()
+        self._holder: int | None = None
+        self._depth, self._paused = 0, False
+
+    @contextmanager
+    def holding(self, deadline: Any = None) -> Iterator[float]:
+        """Hold the lock; gives the seconds that this took. Raises `Ended` when the deadline comes first."""
+        began = monotonic()
+        self._acquire(deadline)
+        try:
+            yield monotonic() - began
+        finally:
+            self._release()
+
+    def give_way(self, inside: bool = False) -> None:
+        """Let those that wait have their turns, and go on after them. `inside`: a pass of the model is under way; only one
+        may stand still at a time, for what passes put on a model is taken back in order."""
+        with self._lock:
+            if self._holder != threading.get_ident() or not self._waiting or (inside and self._paused):
+                return
+            depth, self._paused = self._depth, self._paused or inside
+            mine = self._queue()
+            self._next()
+        try:
+            while not mine.is_set():
+                try:
+                    mine.wait()
+                except BaseException:
+                    mine.wait()  # what is left behind is not to be at work in another's turn
+                    raise
+        finally:
+            self._depth = depth
+            self._paused = self._paused and not inside
+
+    def forked(self) -> None:
+        """In a forked process only the thread that forked goes on."""
+        mine = self._holder == threading.get_ident()
+        self._lock, self._waiting = threading.Lock(), deque()
+        self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)
+
+    def _queue(self) -> threading.Event:
+        mine = threading.Event()
+        self._waiting.append((threading.get_ident(), mine))
+        return mine
+
+    def _acquire(self, deadline: Any) -> None:
+        if deadline is not None:
+            deadline.check()
+        with self._lock:
+            if self._holder == threading.get_ident():
+                self._depth += 1
+                return
+            mine = self._queue()
+            if self._holder is None:
+                self._next()
+        try:
+            while not mine.wait(None if deadline is None else WAIT_S):
+                assert deadline is not None
+                deadline.check()
+        except BaseException:
+            with self._lock:
+                if (waits := (threading.get_ident(), mine)) in self._waiting:
+                    self._waiting.remove(waits)
+                    raise
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self._next()
+
+    def _next(self) -> None:
+        """Give the lock to who has waited longest; `_lock` is held."""
+        self._holder, self._depth = None, 0
+        if self._waiting:
+            self._holder, event = self._waiting.popleft()
+            self._depth = 1
+            event.set()
+
+
+_turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
+
+
+def turns_of(model: nn.Module) -> Turns:
+    """The turns under which passes of streams run on a text model."""
+    return _turns.setdefault(model, Turns())
+
+
+def _forked() -> None:
+    for turns in _turns.values():
+        turns.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -18,7 +18,7 @@ from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.question import StreamInfo
+from mmaccel.core.streams.parts import StreamInfo
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 FILM, MEMORY = "film.safetensors", "memory"

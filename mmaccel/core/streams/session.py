@@ -97,7 +97,7 @@ class VideoSession(Intake):
         later, until the call is cancelled or its time is over; `events` has what befell it, and frames go on at the time at
         which they come. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
-        return self.take_in("watch", video, times, fps, progress, self.deadline(timeout), reconnect)
+        return self._take_in("watch", video, times, fps, progress, self._deadline(timeout), reconnect)
 
     def ingest(
         self,
@@ -114,7 +114,7 @@ class VideoSession(Intake):
         `ingest_frames` of a memory says how far frames see, and `counters` what part of the frames up to them they saw
         ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """
-        return self.take_in("ingest", video, None, fps, progress, self.deadline(timeout))
+        return self._take_in("ingest", video, None, fps, progress, self._deadline(timeout))
 
     @overload
     def ask(
@@ -174,14 +174,14 @@ class VideoSession(Intake):
         are taken in meanwhile. `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a
         question that leaves no position for an answer. An answer that reaches the last position ends there, with a warning.
         """
-        deadline = self.deadline(timeout)
-        work = self.answering(question, max_new_tokens, evidence, deadline, chat, between, **settings)
+        deadline = self._deadline(timeout)
+        work = self._answering(question, max_new_tokens, evidence, deadline, chat, between, **settings)
         if not stream:
             return work(None)
         self._check(question)
         return Reply(work, deadline)
 
-    def answering(
+    def _answering(
         self,
         question: str | Messages,
         most: int,

@@ -5,13 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, warn
-
-if TYPE_CHECKING:
-    from mmaccel.core.streams.session import VideoSession
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Standing:
 
     def __init__(
         self,
-        session: VideoSession,
+        session: Any,
         question: str,
         call: Callable[[Change], object],
         *,

@@ -19,10 +19,14 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
+from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.parts import Clip
-from mmaccel.core.streams.question import WATCHED, StreamInfo, kept
+from mmaccel.core.streams.parts import Clip, StreamInfo, kept
 
+WATCHED = (
+    "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
+    f"of {MIN_ROWS} tokens and of more than dense_tail"
+)
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
 ROWS = 1 << 15

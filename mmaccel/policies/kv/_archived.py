@@ -6,16 +6,18 @@ the prefetch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown, warn
-from mmaccel.core.memory.kv import Stream, StreamPolicy, StreamState
+from mmaccel.core.memory.kv import CacheSlot, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.core.registry import with_base_dir
 from mmaccel.policies.kv._index import IndexPolicy
@@ -174,4 +176,68 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        return ArchivedMemory(self, stream, geometry, model, device)
+        return SharedArchive(self, stream, geometry, model, device)
+
+
+class SharedArchive(ArchivedMemory):
+    """One whose question may go on beside units that come: until they do it reads what they change, from then on copies."""
+
+    _lent: Any = None
+    """The snapshot that reads what this memory changes."""
+    _apart = False
+    """Of a snapshot: it reads copies."""
+
+    @property
+    def parts(self) -> bool:  # type: ignore[override]
+        # What is forgotten to make room may be what a question is about to fetch.
+        return bool(self.store.spill != "drop_oldest")
+
+    def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
+        self.idle()
+        taken: Any = super().snapshot(stream, pause)
+        self._lent = taken
+        return taken  # type: ignore[no-any-return]
+
+    def between(self, first: int, end: int) -> None:
+        self._main._part()
+        self.index.forget([*range(first), *range(end, self._count)])
+        self.local = 0
+        self.idle()
+
+    def _part(self) -> None:
+        """Something comes that changes what a question reads: from now on that reads copies."""
+        taken, self._lent = self._lent, None
+        if taken is not None:
+            told = self._numbers
+            taken.index, taken.prefetcher = self.index.copied(), self.prefetcher.apart(self.window)
+            taken.replays, taken.prefetch, taken._apart = Replays(self.device), "off", True
+            taken._numbers.copy_(told)
+
+    def _answered(self, taken: Any) -> None:
+        super()._answered(taken)
+        self._recalled, self._questions, self._lent = taken._recalled, taken._questions, None
+
+    def _slot(self, layer: int, query: Tensor, stream_pass: StreamPass) -> CacheSlot:
+        if self._apart and self._first and layer not in self._asked:
+            self.prefetcher.begin(self._first)  # the store may have grown
+        return super()._slot(layer, query, stream_pass)
+
+    def begin_pass(self, stream_pass: StreamPass) -> None:
+        if stream_pass.kind == "units":
+            self._part()
+        super().begin_pass(stream_pass)
+
+    def idle(self) -> None:
+        self._part()
+        super().idle()
+
+    def checkpoint(self) -> Any:
+        self._part()
+        return super().checkpoint()
+
+    def _save(self, folder: Path) -> None:
+        self._part()
+        super()._save(folder)
+
+    def close(self) -> None:
+        self.store.close()

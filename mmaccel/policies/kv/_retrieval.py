@@ -18,11 +18,11 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import Stream, StreamPass
-from mmaccel.policies.kv._beside import BesideQuestion
 from mmaccel.policies.kv._index import Found, Index, closed_up, summary_positions, unit_positions
 from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv._window import Angles, Asked, Look, Pair, words_of
+from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import in_units, on_device
 
 ALL = 1 << 62
@@ -35,7 +35,7 @@ AHEAD = 1.25
 """The prefetch brings so many times the budget: neighbouring layers agree on most of what they retrieve, not on all."""
 
 
-class ArchivedMemory(BesideQuestion):
+class ArchivedMemory(StreamMemory):
     """Units that have left the window lie in `store`; `index` finds them, and `prefetcher` brings them.
 
     While the stream is encoded, each layer of a pass retrieves `encode_budget` units by the mean query of the pass, so that
@@ -81,8 +81,6 @@ class ArchivedMemory(BesideQuestion):
         return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
-        if stream_pass.kind == "units":
-            self._part()
         super().begin_pass(stream_pass)
         if stream_pass.kind == "question":
             self._found = {}
@@ -140,9 +138,13 @@ class ArchivedMemory(BesideQuestion):
         """The first unit that a question sees without a search."""
         return max(self._count - self.local, self._first)
 
+    @property
+    def _numbers(self) -> Tensor:
+        """[2 + L] on the device: words of the question, units of the stream, summary tokens of each layer."""
+        return self.replays.room("told", (2 + self.geometry.layers,), torch.long)
+
     def idle(self) -> None:
         """A question may be asked next; what the device was told before is not sent again."""
-        self._part()
         super().idle()
         self.index.digest()
         self.index.prepare(self._begin)
@@ -350,7 +352,6 @@ class ArchivedMemory(BesideQuestion):
     # The stream as a whole.
 
     def checkpoint(self) -> Any:
-        self._part()
         index = self.index.checkpoint()
         return super().checkpoint(), index
 
@@ -390,7 +391,6 @@ class ArchivedMemory(BesideQuestion):
         return {**super().counters(), **own, **host}
 
     def _save(self, folder: Path) -> None:
-        self._part()
         self.index.save(folder)
         self.store.save(folder / "store")
 

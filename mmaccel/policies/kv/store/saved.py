@@ -13,16 +13,13 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, StoreError, shown
 from mmaccel.core.files import checkpoint_io, outside
-
-if TYPE_CHECKING:
-    from mmaccel.policies.kv.store.host import HostStore
 
 VERSIONS = 1, 2
 """Of saved stores: those that can be read, the last is written. The first named groups of units that lay together."""
@@ -40,7 +37,7 @@ class Piece:
     size: int
 
 
-def write(store: HostStore, folder: Path) -> None:
+def write(store: Any, folder: Path) -> None:
     """Write all units of `store`, whose transfers have ended; raises `StoreError` where that cannot be done."""
     most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], Piece]()
     told = list[dict[str, Any]]()
@@ -75,7 +72,7 @@ def _again(last: Piece | None, units: list[int], path: Path) -> Piece | None:
     return None
 
 
-def read(store: HostStore, folder: Path, end: int) -> None:
+def read(store: Any, folder: Path, end: int) -> None:
     """Put the units below `end` that are saved in `folder` into the empty `store`; raises `StoreError`."""
     try:
         index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")

@@ -1,4 +1,4 @@
-"""On a GPU: completions under several recipes, kept videos and streams at once, also on a GPU; and memory that runs out."""
+"""Completions under several recipes, kept videos and streams at once, also on a GPU; and memory that runs out."""
 
 from __future__ import annotations
 

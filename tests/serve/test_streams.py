@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -256,13 +257,14 @@ def test_frames_that_come_too_fast_are_left_out_and_told(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    watch = mmaccel.VideoSession.take_in
+    watch = mmaccel.AsyncVideoSession.watch
 
-    def slow(self: Any, *given: Any, **more: Any) -> int:
-        go.wait(20)
-        return watch(self, *given, **more)
+    async def slow(self: Any, *given: Any, **more: Any) -> int:
+        while not go.is_set():
+            await asyncio.sleep(0.02)
+        return await watch(self, *given, **more)
 
-    monkeypatch.setattr(mmaccel.VideoSession, "take_in", slow)
+    monkeypatch.setattr(mmaccel.AsyncVideoSession, "watch", slow)
     with served.client() as client:
         number = opened(client)
         with connect(socket_url(served, number)) as socket:

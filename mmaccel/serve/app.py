@@ -16,6 +16,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
+from mmaccel.core.decoding.generate import Ended
 from mmaccel.core.errors import MmaccelError
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
@@ -57,13 +58,13 @@ def create_app(engine: Engine) -> FastAPI:
         """What it did, in Prometheus' form."""
         return Response(engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    _tell_errors(app)
+    _tell_errors(app, engine.settings.limits.seconds)
 
     app.add_middleware(Guard, settings=engine.settings, metrics=engine.metrics)
     return app
 
 
-def _tell_errors(app: FastAPI) -> None:
+def _tell_errors(app: FastAPI, seconds: float) -> None:
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
         return problem(error.status, str(error), error.code)
@@ -71,6 +72,10 @@ def _tell_errors(app: FastAPI) -> None:
     @app.exception_handler(MmaccelError)
     async def wrong(_: Request, error: MmaccelError) -> JSONResponse:
         return problem(400, str(error))
+
+    @app.exception_handler(Ended)
+    async def ended(_: Request, error: Ended) -> JSONResponse:
+        return problem(408, f"the video was not read within {seconds:g} s; ask for fewer frames.")
 
     @app.exception_handler(RequestValidationError)
     async def unfit(_: Request, error: RequestValidationError) -> JSONResponse:

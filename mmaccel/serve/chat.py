@@ -91,6 +91,7 @@ def _ours(done: Completion) -> dict[str, Any]:
     return {
         "recipe": done.recipe,
         "finish_reason": done.finish_reason,
+        "ttft_s": done.ttft_s,
         "evidence": done.evidence,
         "report": report,
     }

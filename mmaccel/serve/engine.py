@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ OUT_OF_MEMORY = "out_of_memory"
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer, and what it took; `finish_reason` is ours, as `core.decoding.generate.Answer` has it."""
+    """An answer, and what it took; `finish_reason` is ours, as `core.decoding.generate.Answer` has it. `ttft_s` counts from
+    the request on: waiting, and reading its video, too."""
 
     text: str
     finish_reason: str
@@ -52,6 +53,7 @@ class Completion:
     recipe: str
     report: Mapping[str, Any] = field(repr=False)
     evidence: list[dict[str, Any]] | None = None
+    ttft_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ class Engine:
         metrics: Metrics | None = None,
     ) -> None:
         self.name, self.model, self.settings = name, model, settings
+        # Of one that is never called: a pass of a stream lends the model's modules other functions while it runs.
+        self._still = sharing(model)
         self.processor = load_processor(processor, special_tokens=False, like=model)
-        self.processor.special_tokens = False
         self.recipes, self.metrics = dict(recipes), metrics or Metrics()
         self.default = next(iter(self.recipes))
         self.turns = Turns(settings.limits.at_once, settings.limits.waiting)
@@ -134,21 +137,17 @@ class Engine:
             asked = Asked(request, name, fetched, most, told, deadline)
             async with self.turns.turn(caller):
                 try:
-                    with self.out_of_memory():
-                        done = await self._done(asked, caller)
-                except Ended:
-                    seconds = self.settings.limits.seconds
-                    raise Refused(
-                        408, f"its video was not read within {seconds:g} s; ask for fewer frames."
-                    ) from None
+                    done = await self._done(asked, caller)
                 except Refused as error:
-                    if error.code == OUT_OF_MEMORY:
-                        await self.kept.shrink(0)
-                    raise
+                    # What is kept for later gives way to what is asked now.
+                    if error.code != OUT_OF_MEMORY or not await self.kept.shrink(0) or first:
+                        raise
+                    done = await self._done(asked, caller)
         self.metrics.prompt.inc(done.prompt_tokens)
         figures = done.report["tokens_per_s"], done.new_tokens, done.report["draft"]
-        self.metrics.answered(first[0] if first else None, *figures)
-        return done
+        ttft_s = first[0] if first else None
+        self.metrics.answered(ttft_s, *figures)
+        return replace(done, ttft_s=ttft_s)
 
     def _checked(self, request: ChatRequest) -> int:
         """How many tokens an answer may have. Raises `Refused` or `ModelError` for what is too much, or nothing."""
@@ -191,13 +190,15 @@ class Engine:
 
     async def _done(self, asked: Asked, caller: str) -> Completion:
         question, request = self._alone(asked), asked.request
-        if question is None:
-            speech = Speech(self.processor.decode, request.stops, asked.put, asked.deadline)
-            # The model is left before the turn goes on to the next one.
-            return await ended_with(threaded(partial(self._generate, asked, speech)), asked.deadline)
-        key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
-        async with self.kept.open(key, partial(self._keep, asked)) as kept:
-            return await self._answered(kept, asked, question)
+        with self.out_of_memory():
+            if question is None:
+                speech = Speech(self.processor.decode, request.stops, asked.put, asked.deadline)
+                # The model is left before the turn goes on to the next one.
+                return await ended_with(threaded(partial(self._generate, asked, speech)), asked.deadline)
+            key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
+            async with self.kept.open(key, partial(self._keep, asked)) as kept:
+                return await self._answered(kept, asked, question)
+        raise AssertionError("out_of_memory lets nothing through")
 
     # Videos whose memory is kept.
 
@@ -304,7 +305,7 @@ class Engine:
             if make := idle.empty() and self._made[name] < most:
                 self._made[name] += 1
         try:
-            fast = accelerate(sharing(self.model), recipe) if make else idle.get()
+            fast = accelerate(sharing(self._still), recipe) if make else idle.get()
         except BaseException:
             self._made[name] -= make
             raise

@@ -82,6 +82,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
+        self._held = 0  # bytes of bodies under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -112,8 +113,13 @@ class Guard:
                 self._metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        body = receive if scope["type"] == "websocket" else self._capped(receive)
-        return await self._app(scope, body, with_headers)
+        if scope["type"] == "websocket":
+            return await self._app(scope, receive, with_headers)
+        held = [0]
+        try:
+            return await self._app(scope, self._capped(receive, held), with_headers)
+        finally:
+            self._held -= held[0]
 
     def _check_page(self, headers: Headers) -> None:
         """Refuse what another site's page sends from a user's browser, to an address or a name that leads here."""
@@ -132,21 +138,26 @@ class Guard:
         if told is not None and (not told.isdecimal() or int(told[:20]) > most):
             raise Refused(413, f"the body has more than {most} bytes; send less.")
 
-    def _capped(self, receive: Receive) -> Receive:
-        limits, done, size = self._settings.limits, False, 0
+    def _capped(self, receive: Receive, held: list[int]) -> Receive:
+        """`receive` with the caps on a body; `held` [1] counts its bytes."""
+        limits, done = self._settings.limits, False
         end = time.monotonic() + limits.body_seconds
 
         async def capped() -> Message:
-            nonlocal done, size
+            nonlocal done
             if done:  # what comes now is the end of the connection
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), max(0.01, end - time.monotonic()))
             except TimeoutError:
                 raise HTTPException(408, f"the body did not come within {limits.body_seconds:g} s.") from None
-            size += len(message.get("body", b""))
-            if size > limits.body_bytes:
+            size = len(message.get("body", b""))
+            held[0] += size
+            self._held += size
+            if held[0] > limits.body_bytes:
                 raise HTTPException(413, f"the body has more than {limits.body_bytes} bytes; send less.")
+            if self._held > limits.bodies_bytes:
+                raise HTTPException(503, "the requests under way are too large together; try again later.")
             done = not message.get("more_body", False)
             return message
 

@@ -117,18 +117,18 @@ class KeptVideos:
         """What their memories hold."""
         return sum(one.bytes() for one in self._whole().values())
 
-    async def shrink(self, most: int) -> None:
-        """Close what is over `most` or the cap in bytes, and not in use."""
-        whole = self._whole()
+    async def shrink(self, most: int) -> int:
+        """Close what is over `most` or the cap in bytes, and not in use; gives how many."""
+        whole, closed = self._whole(), 0
         held = sum(one.bytes() for one in whole.values())
         for key, one in whole.items():
-            if len(whole) <= most and held <= self._limits.kept_bytes:
+            if len(whole) - closed <= most and held <= self._limits.kept_bytes:
                 break
             if not one.users and self._videos.pop(key, None) is not None:
-                whole = {k: v for k, v in whole.items() if k != key}
-                held -= one.bytes()
+                closed, held = closed + 1, held - one.bytes()
                 await one.session.close()
         self._metrics.kept.set(len(self._videos))
+        return closed
 
     async def close(self) -> None:
         """Close all."""

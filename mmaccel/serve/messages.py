@@ -84,23 +84,10 @@ class Sampling(Strict):
     """How an answer is drawn: greedily without a `temperature`."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     stream: bool = False
-
-    @field_validator("stop")
-    @classmethod
-    def _filled(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        if stop is not None and not all([stop] if isinstance(stop, str) else stop):
-            raise ValueError("a stop text is empty")
-        return stop
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def greedy(self) -> bool:
@@ -116,6 +103,8 @@ class Sampling(Strict):
 class ChatRequest(Sampling):
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     stream_options: StreamOptions | None = None
     mmaccel: Ours = Ours()
     media_io_kwargs: MediaIO = MediaIO()
@@ -130,6 +119,17 @@ class ChatRequest(Sampling):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _filled(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if stop is not None and not all([stop] if isinstance(stop, str) else stop):
+            raise ValueError("a stop text is empty")
+        return stop
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def fps(self) -> float | None:
@@ -159,10 +159,13 @@ class FramesRequest(Strict):
     stored: bool = False
 
 
-class AskRequest(Strict):
+class AskRequest(Sampling):
+    """A question on a stream: of all of it, or of what was shown `between` two seconds; with `chat` it goes on with the
+    conversation so far."""
+
     question: str
-    max_tokens: Annotated[int, Field(ge=1)] = 128
-    stream: bool = False
+    chat: bool = False
+    between: tuple[Seconds, Seconds] | None = None
     evidence: bool = True
     thumbnails: bool = False
     timeout: Annotated[float, Field(gt=0)] | None = None

@@ -26,7 +26,7 @@ class Refused(MmaccelError):
 class Limits:
     """Caps on what one request, one caller and all of them take.
 
-    body_bytes      of a request; `body_seconds` in which it must come
+    body_bytes      of a request; `bodies_bytes` of all that are under way; `body_seconds` in which one must come
     source_bytes    of a video or an image; `source_seconds` in which an address must give it, after `redirects` at most
     frames          of a video, or in one call of a stream; `visuals` videos and images of a request
     pixels          of a frame; `video_seconds` of a video
@@ -38,6 +38,7 @@ class Limits:
     """
 
     body_bytes: int = 256 << 20
+    bodies_bytes: int = 2 << 30
     body_seconds: float = 60.0
     source_bytes: int = 1 << 30
     source_seconds: float = 60.0

@@ -11,6 +11,7 @@ from fastapi import WebSocket
 from pydantic import Field, TypeAdapter
 from starlette.websockets import WebSocketDisconnect
 
+from mmaccel.core.streams.standing import Change, Standing
 from mmaccel.serve import sources
 from mmaccel.serve.messages import AskRequest, Seconds, Strict
 from mmaccel.serve.settings import Refused
@@ -35,6 +36,18 @@ class AskMessage(AskRequest):
     id: str = ""
 
 
+class OnMessage(Strict):
+    """A question that is asked again and again; `VideoSession.on` has the fields."""
+
+    type: Literal["on"]
+    id: str = ""
+    question: str
+    every: Annotated[float, Field(ge=0.1, le=1e6)] = 2.0
+    last: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    says: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=64)] = 16
+
+
 class CancelMessage(Strict):
     type: Literal["cancel"]
     id: str = ""
@@ -46,7 +59,8 @@ class LookMessage(Strict):
 
 Incoming: TypeAdapter[Any] = TypeAdapter(
     Annotated[
-        KeyMessage | FrameMessage | AskMessage | CancelMessage | LookMessage, Field(discriminator="type")
+        KeyMessage | FrameMessage | AskMessage | OnMessage | CancelMessage | LookMessage,
+        Field(discriminator="type"),
     ]
 )
 ANSWERS = 8
@@ -57,9 +71,9 @@ ANSWERS = 8
 async def socket(websocket: WebSocket, number: str) -> None:
     """Messages as JSON with a `type`; a binary message is a frame.
 
-    In: `key` (first, where a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...),
-    `cancel` (id), `look`. Out: `event` (name: ready, taken, dropped, stream, error), `delta` (id, text), `evidence` (id,
-    the moments), `answer` (id, the whole).
+    In: `key` (first, where a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...), `on`
+    (id, question, every, ...), `cancel` (id), `look`. Out: `event` (name: ready, taken, dropped, stream, change, error),
+    `delta` (id, text), `evidence` (id, the moments), `answer` (id, the whole).
     """
     streams: Streams = websocket.app.state.streams
     await websocket.accept()
@@ -92,6 +106,7 @@ class Talk:
         self._socket, self._streams, self._stream = websocket, streams, stream
         self._frames: asyncio.Queue[tuple[bytes, float | None]] = asyncio.Queue(WAITING)
         self._answers: dict[str, asyncio.Task[None]] = {}
+        self._standing: dict[str, Standing] = {}
         self._writing, self._dropped = asyncio.Lock(), 0
 
     async def listen(self) -> None:
@@ -121,10 +136,29 @@ class Talk:
                 raise Refused(429, f"ask: {ANSWERS} questions at once, each with an id of its own.")
             task = self._answers[name] = asyncio.create_task(self._answer(heard))
             task.add_done_callback(lambda _: self._answers.pop(name, None))
+        elif isinstance(heard, OnMessage):
+            self._stand(heard)
+        elif (
+            isinstance(heard, CancelMessage) and (standing := self._standing.pop(heard.id, None)) is not None
+        ):
+            standing.cancel()
         elif isinstance(heard, CancelMessage) and (found := self._answers.get(f"#{heard.id}")) is not None:
             found.cancel()
         elif isinstance(heard, LookMessage):
             await self._send("event", name="stream", **facts(self._stream))
+
+    def _stand(self, asked: OnMessage) -> None:
+        if asked.id in self._standing or len(self._standing) >= ANSWERS:
+            raise Refused(429, f"on: {ANSWERS} questions at once, each with an id of its own.")
+
+        async def tell(change: Change) -> None:
+            found, told = change.answer, {"before": change.before, "seconds": change.seconds}
+            evidence = self._stream.kept.told(found.evidence, True)
+            await self._send("event", name="change", id=asked.id, text=found.text, evidence=evidence, **told)
+
+        how = {"every": asked.every, "last": asked.last, "says": asked.says}
+        session = self._stream.session
+        self._standing[asked.id] = session.on(asked.question, tell, max_new_tokens=asked.max_tokens, **how)
 
     async def _frame(self, data: bytes, time: float | None) -> None:
         try:
@@ -176,6 +210,8 @@ class Talk:
 
     async def close(self) -> None:
         """End what is under way."""
+        for standing in self._standing.values():
+            standing.cancel()
         tasks = list(self._answers.values())
         for task in tasks:
             task.cancel()

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import ValidationError
 
-from mmaccel.core.decoding.generate import Answer, Deadline
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, ended_with, threaded
@@ -194,15 +194,15 @@ class Streams:
         limits = self.limits
         if len(asked.question) > limits.text:
             raise Refused(413, f"question: it has more than {limits.text} characters; write less.")
-        if asked.max_tokens > limits.new_tokens:
-            raise Refused(
-                400, f"max_tokens: {asked.max_tokens} is more than the {limits.new_tokens} of this server."
-            )
+        most = asked.max_tokens or MAX_NEW_TOKENS
+        if most > limits.new_tokens:
+            raise Refused(400, f"max_tokens: {most} is more than the {limits.new_tokens} of this server.")
         seconds = min(asked.timeout or limits.seconds, limits.seconds)
         async with stream.in_use():
-            reply = stream.session.ask(
-                asked.question, asked.max_tokens, timeout=seconds, evidence=asked.evidence
-            )
+            how: dict[str, Any] = {"chat": asked.chat, "between": asked.between, "evidence": asked.evidence}
+            if not asked.greedy:
+                how |= asked.options() | ({} if asked.seed is None else {"seed": asked.seed})
+            reply = stream.session.ask(asked.question, most, timeout=seconds, **how)
             try:
                 with self.engine.out_of_memory():
                     yield reply

@@ -46,7 +46,7 @@ def recipes() -> dict[str, Recipe]:
     return {
         "dense": Recipe.load("dense"),
         "mosaic": Recipe.load(None, kv=SMALL),
-        "window": Recipe.load("window"),
+        "fastv": Recipe.load("fastv"),
         "prompt_lookup": Recipe.load("prompt_lookup"),
     }
 
@@ -73,8 +73,11 @@ class Served:
 
 
 @contextmanager
-def running(settings: Settings | None = None, chosen: dict[str, Recipe] | None = None) -> Iterator[Served]:
-    model, processor = loaded()
+def running(
+    settings: Settings | None = None, chosen: dict[str, Recipe] | None = None, model: Any = None
+) -> Iterator[Served]:
+    plain, processor = loaded()
+    model = plain if model is None else model
     engine = Engine("tiny-ov", model, processor, chosen or recipes(), settings or Settings())
     app = create_app(engine)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5))

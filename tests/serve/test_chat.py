@@ -33,7 +33,7 @@ def plainly(content: list[dict[str, Any]], recipe: Any, **how: Any) -> tuple[str
     return processor.decode(ids[0, rows:]), rows
 
 
-@pytest.mark.parametrize("recipe", ["dense", "mosaic", "window", "prompt_lookup"])
+@pytest.mark.parametrize("recipe", ["dense", "mosaic", "fastv", "prompt_lookup"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_answer_is_that_of_generate(served: Served, recipe: str, streamed: bool) -> None:
     words = "Describe the video."
@@ -61,7 +61,8 @@ def test_an_answer_is_that_of_generate(served: Served, recipe: str, streamed: bo
     assert reason == ("length" if usage["completion_tokens"] == 24 else "stop")
     assert usage["prompt_tokens"] == rows
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert ours["recipe"] == recipe and ours["report"]["new_tokens"] == usage["completion_tokens"]
+    assert ours["recipe"] == recipe and 0 < ours["report"]["ttft_s"] < ours["ttft_s"]
+    assert ours["report"]["new_tokens"] == usage["completion_tokens"]
 
 
 def test_evidence_names_frames_and_shows_them(served: Served) -> None:
@@ -110,7 +111,7 @@ def test_conversations_images_and_text(served: Served) -> None:
         {"role": "user", "content": "What colour is it?"},
     ]
     with served.client() as client:
-        body = {"model": "tiny-ov@window", "messages": messages, "max_completion_tokens": 6}
+        body = {"model": "tiny-ov@fastv", "messages": messages, "max_completion_tokens": 6}
         answer = client.post("/v1/chat/completions", json=body).json()
     content = [
         {"role": "system", "content": "Answer briefly."},
@@ -124,9 +125,9 @@ def test_conversations_images_and_text(served: Served) -> None:
         {"role": "assistant", "content": "A star."},
         {"role": "user", "content": "What colour is it?"},
     ]
-    said, rows = plainly(content, "window", max_new_tokens=6)
+    said, rows = plainly(content, "fastv", max_new_tokens=6)
     assert answer["choices"][0]["message"]["content"] == said
-    assert answer["usage"]["prompt_tokens"] == rows and answer["mmaccel"]["recipe"] == "window"
+    assert answer["usage"]["prompt_tokens"] == rows and answer["mmaccel"]["recipe"] == "fastv"
 
 
 def test_a_file_of_the_folder(served: Served) -> None:
@@ -139,7 +140,7 @@ def test_a_file_of_the_folder(served: Served) -> None:
 
 def test_stop_texts_end_an_answer_and_are_not_said(served: Served) -> None:
     words = [video(frames_url()), text("Describe the video.")]
-    for recipe in ("dense", "window"):
+    for recipe in ("dense", "fastv"):
         fields = {"mmaccel": {"recipe": recipe}, "max_tokens": 24}
         whole = served.chat(words, **fields).json()["choices"][0]["message"]["content"]
         stop = whole.split()[3]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
+import mmaccel
 from mmaccel.core.errors import RecipeError
 from mmaccel.serve.settings import Limits, Settings
 from tests.media.films import write_film
@@ -193,6 +199,40 @@ def test_a_body_may_not_be_too_large_whatever_it_tells(served: Served) -> None:
         assert client.get("/health").status_code == 200
 
 
+def test_bodies_are_capped_together() -> None:
+    with running(Settings(limits=Limits(bodies_bytes=100_000))) as one, one.client() as client:
+        head, parts = {"Content-Type": "application/json"}, [b"{", b" " * 60_000]
+        go = threading.Event()
+
+        def slowly() -> Iterator[bytes]:
+            yield from parts
+            go.wait(20)
+            yield b"}"
+
+        found: list[int] = []
+        first = threading.Thread(
+            target=lambda: found.append(client.post(CHAT, content=slowly(), headers=head).status_code)
+        )
+        first.start()
+        time.sleep(0.5)
+        assert client.post(CHAT, content=b" " * 60_000, headers=head).status_code == 503
+        go.set()
+        first.join()
+        assert found == [400]
+        assert client.post(CHAT, content=b" " * 60_000, headers=head).status_code == 400  # it was given back
+
+
+def test_another_site_s_page_gets_no_socket(served: Served) -> None:
+    with served.client() as client:
+        number = client.post(SESSIONS, json={"recipe": "mosaic"}).json()["id"]
+        url = f"ws{served.url[4:]}{SESSIONS}/{number}/socket"
+        with pytest.raises(InvalidStatus), connect(url, origin="https://evil.example"):
+            pass
+        with connect(url, origin=served.url) as socket:
+            assert json.loads(socket.recv(timeout=20))["name"] == "ready"
+        client.delete(f"{SESSIONS}/{number}")
+
+
 def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(served: Served) -> None:
     body = {"model": "tiny-ov", "messages": [{"role": "user", "content": "a"}]}
     with served.client() as client:
@@ -274,7 +314,14 @@ def test_words_cannot_become_special_tokens(served: Served, monkeypatch: pytest.
 
     for place in ("mmaccel.models.processor.ids_of", "mmaccel.models.chat.ids_of"):
         monkeypatch.setattr(place, noting)
-    monkeypatch.setattr("mmaccel.models.stock.ids_of", noting, raising=False)
+    monkeypatch.setattr("mmaccel.models.stock.ids_of", noting)
+    generate = mmaccel.Accelerated.generate
+
+    def reading(self: Any, *given: Any, **more: Any) -> Any:
+        seen.append(more["input_ids"][0].tolist())
+        return generate(self, *given, **more)
+
+    monkeypatch.setattr(mmaccel.Accelerated, "generate", reading)
 
     def marks(words: str) -> list[dict[int, int]]:
         """Of each special token, how many are in the prompts that asking `words` in three ways makes."""
@@ -284,7 +331,7 @@ def test_words_cannot_become_special_tokens(served: Served, monkeypatch: pytest.
             client.post(f"{SESSIONS}/{stream}/frames", json={"frames": list(jpegs()[:3]), "fps": 1})
             for ask in (
                 lambda: served.chat(
-                    [video(frames_url(3)), text(words)], max_tokens=1, mmaccel={"recipe": "window"}
+                    [video(frames_url(3)), text(words)], max_tokens=1, mmaccel={"recipe": "fastv"}
                 ),
                 lambda: served.chat(
                     [video(frames_url(3)), text(words)], max_tokens=1, mmaccel={"recipe": "mosaic"}

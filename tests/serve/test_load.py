@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.serve.engine import sharing
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import Turns
 from tests.media.films import write_film
@@ -26,6 +28,7 @@ from tests.serve.conftest import (
     Served,
     frames_url,
     jpegs,
+    loaded,
     mp4_url,
     running,
     text,
@@ -51,8 +54,7 @@ def eventually(holds: Any, seconds: float = 15) -> None:
 def test_many_clients_at_once_all_get_their_own_answer(served: Served) -> None:
     """500 questions at once, of two kinds of work; each gets the answer that it gets alone."""
     asked = [
-        body(frames=2 + n % 3, max_tokens=2, mmaccel={"recipe": ("mosaic", "window")[n % 2]})
-        for n in range(6)
+        body(frames=2 + n % 3, max_tokens=2, mmaccel={"recipe": ("mosaic", "fastv")[n % 2]}) for n in range(6)
     ]
     with served.client() as client:
         alone = [client.post(CHAT, json=one).json()["choices"] for one in asked]
@@ -104,7 +106,7 @@ def test_a_busy_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     generate = mmaccel.Accelerated.generate
     monkeypatch.setattr(mmaccel.Accelerated, "generate", lambda *a, **k: (go.wait(20), generate(*a, **k))[1])
-    asked = body(max_tokens=1, mmaccel={"recipe": "window"})
+    asked = body(max_tokens=1, mmaccel={"recipe": "fastv"})
     with running(Settings(limits=Limits(at_once=1, waiting=1))) as served, served.client() as client:
         found: list[int] = []
         threads = [
@@ -124,7 +126,7 @@ def test_a_busy_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_caller_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty requests of one key, then one of another: it is answered before most of them."""
-    asked = body(max_tokens=1, mmaccel={"recipe": "window"})
+    asked = body(max_tokens=1, mmaccel={"recipe": "fastv"})
     order: list[str] = []
     settings = Settings(keys=(KEY, OTHER), limits=Limits(at_once=1))
     with running(settings) as served, served.client(KEY) as many, served.client(OTHER) as late:
@@ -182,18 +184,26 @@ def test_a_client_that_reads_slowly_holds_nobody_up(served: Served) -> None:
         one.close()
 
 
-@pytest.mark.parametrize("recipe", ["window", "mosaic", "stream"])
+@pytest.fixture(scope="module")
+def unending(served: Served) -> Iterator[Served]:
+    """A server whose model never ends an answer."""
+    with running(Settings(limits=Limits(seconds=20)), model=without_end()) as one:
+        yield one
+
+
+def without_end() -> Any:
+    model = sharing(loaded()[0])
+    model.generation_config.eos_token_id = 10**6  # no token
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["fastv", "mosaic", "stream"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_that_leaves_ends_its_answer(served: Served, recipe: str, streamed: bool) -> None:
+def test_a_client_that_leaves_ends_its_answer(unending: Served, recipe: str, streamed: bool) -> None:
     """The model is left long before the answer would have ended, and is free for others."""
-    model = served.engine.model
-    assert not isinstance(model.generation_config.eos_token_id, list)
-    tokens: list[float] = []
+    served, tokens = unending, list[float]()
     decode = served.engine.processor.decode
     noted = lambda *a, **k: (tokens.append(time.monotonic()), time.sleep(0.02), decode(*a, **k))[2]  # noqa: E731
-    eos, copies = model.generation_config.eos_token_id, served.engine._idle.pop(recipe, None)
-    served.engine._made.pop(recipe, None)
-    model.generation_config.eos_token_id = 10**6  # it never ends by itself
     served.engine.processor.decode = noted
     try:
         asked, path = body("Describe.", 3, stream=streamed, max_tokens=1500, mmaccel={"recipe": recipe}), CHAT
@@ -212,11 +222,7 @@ def test_a_client_that_leaves_ends_its_answer(served: Served, recipe: str, strea
         eventually(lambda: not any(one.busy for one in streams._open.values()), 8)
         assert len(tokens) < 600
     finally:
-        model.generation_config.eos_token_id = eos
         served.engine.processor.decode = decode
-        served.engine._idle.pop(recipe, None), served.engine._made.pop(recipe, None)
-        if copies is not None:
-            served.engine._idle[recipe], served.engine._made[recipe] = copies, copies.qsize()
     assert served.chat([text("hello")], max_tokens=1).status_code == 200
 
 
@@ -234,20 +240,23 @@ def test_out_of_memory_in_one_request_leaves_the_others(
 ) -> None:
     """Under `generate`, while a video is taken in, and on a stream, whose memory stays what it was."""
     bad = 5  # frames of the request that fails
-    generate, take = mmaccel.Accelerated.generate, mmaccel.VideoSession.take_in
+    generate, taken = mmaccel.Accelerated.generate, {}
 
     def failing(self: Any, *given: Any, **more: Any) -> Any:
         if len(more["pixel_values_videos"][0]) == bad:
             raise error
         return generate(self, *given, **more)
 
-    def taking(self: Any, how: Any, frames: Any, *rest: Any) -> int:
-        if len(frames) == bad:
-            raise error
-        return take(self, how, frames, *rest)
+    for name in ("watch", "ingest"):
+        taken[name] = getattr(mmaccel.AsyncVideoSession, name)
 
+        async def taking(self: Any, frames: Any, *rest: Any, name: str = name, **more: Any) -> int:
+            if len(frames) == bad:
+                raise error
+            return int(await taken[name](self, frames, *rest, **more))
+
+        monkeypatch.setattr(mmaccel.AsyncVideoSession, name, taking)
     monkeypatch.setattr(mmaccel.Accelerated, "generate", failing)
-    monkeypatch.setattr(mmaccel.VideoSession, "take_in", taking)
     answers: dict[int, Any] = {}
 
     def ask(number: int, frames: int, recipe: str) -> None:
@@ -255,7 +264,7 @@ def test_out_of_memory_in_one_request_leaves_the_others(
             [video(frames_url(frames)), text()], max_tokens=2, mmaccel={"recipe": recipe}
         )
 
-    asked = [(frames, recipe) for recipe in ("window", "mosaic") for frames in (3, bad, 4)]
+    asked = [(frames, recipe) for recipe in ("fastv", "mosaic") for frames in (3, bad, 4)]
     threads = [threading.Thread(target=ask, args=(n, *one)) for n, one in enumerate(asked)]
     for one in threads:
         one.start()
@@ -277,25 +286,17 @@ def test_out_of_memory_in_one_request_leaves_the_others(
 
 
 def test_a_request_ends_with_its_time() -> None:
-    with running(Settings(limits=Limits(seconds=0.6))) as served:
-        served.engine.model.generation_config.eos_token_id, eos = (
-            10**6,
-            served.engine.model.generation_config.eos_token_id,
-        )
-        try:
-            for recipe in ("window", "mosaic"):
-                began = time.monotonic()
-                answer = served.chat(
-                    [video(frames_url(3)), text()], max_tokens=3000, mmaccel={"recipe": recipe}
-                )
-                assert time.monotonic() - began < 6
-                assert answer.json()["choices"][0]["finish_reason"] == "length"
-                assert answer.json()["mmaccel"]["finish_reason"] == "timeout"
-        finally:
-            served.engine.model.generation_config.eos_token_id = eos
+    with running(Settings(limits=Limits(seconds=0.6)), model=without_end()) as served:
+        for recipe in ("fastv", "mosaic"):
+            began = time.monotonic()
+            words = [video(frames_url(3)), text()]
+            answer = served.chat(words, max_tokens=3000, mmaccel={"recipe": recipe})
+            assert time.monotonic() - began < 6
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+            assert answer.json()["mmaccel"]["finish_reason"] == "timeout"
 
 
-@pytest.mark.parametrize("recipe", ["window", "mosaic"])
+@pytest.mark.parametrize("recipe", ["fastv", "mosaic"])
 def test_a_video_that_takes_too_long_to_read_ends_the_request(recipe: str, tmp_path: Path) -> None:
     url = mp4_url(write_film(tmp_path / "long.mp4", 1500))
     with running(Settings(limits=Limits(seconds=0.2))) as served:
@@ -310,9 +311,18 @@ def test_memory_that_is_short_lets_kept_videos_go(monkeypatch: pytest.MonkeyPatc
         assert served.chat([video(frames_url(3)), text()], max_tokens=1, mmaccel=ours).status_code == 200
         assert len(served.engine.kept._videos) == 1
 
-        def failing(*_: Any, **__: Any) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+        generate, calls = mmaccel.Accelerated.generate, list[int]()
+
+        def failing(self: Any, *given: Any, **more: Any) -> Any:
+            calls.append(len(served.engine.kept._videos))
+            if calls[-1] or calls == [0]:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return generate(self, *given, **more)
 
         monkeypatch.setattr(mmaccel.Accelerated, "generate", failing)
-        assert served.chat([text("hello")], mmaccel={"recipe": "window"}).status_code == 503
-        assert not served.engine.kept._videos
+        plain = {"recipe": "fastv"}
+        assert served.chat([text("hello")], max_tokens=1, mmaccel=plain).status_code == 200
+        assert calls == [1, 0]
+        calls.clear()
+        assert served.chat([text("hello")], max_tokens=1, mmaccel=plain).status_code == 503
+        assert calls == [0]  # with nothing to let go, once is enough

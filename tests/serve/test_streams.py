@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -182,6 +183,54 @@ def jpegs_bytes(number: int) -> bytes:
     return decoded(jpegs()[number])
 
 
+def test_a_stretch_of_time_a_conversation_and_a_drawn_answer(served: Served) -> None:
+    with served.client() as client, reference(40) as session:
+        one = f"{PATH}/{opened(client)}"
+        client.post(f"{one}/frames", json={"frames": frames(40), "fps": 1.0})
+
+        def said(question: str, **fields: Any) -> tuple[str, list[list[int]]]:
+            told = client.post(f"{one}/ask", json={"question": question, "max_tokens": 12, **fields}).json()
+            return told["text"], [one["frames"] for one in told["evidence"]]
+
+        words = "Describe the video."
+        text, found = said(words, between=[5, 9])
+        assert text == session.ask(words, 12, between=(5, 9)).text
+        assert found and all(5 <= first <= last <= 9 for first, last in found)
+        for question in (words, "What colour was it?"):
+            assert said(question, chat=True)[0] == session.ask(question, 12, chat=True).text
+        drawn = {said(words, temperature=2.0, seed=seed)[0] for seed in range(4)}
+        assert len(drawn) > 1 and said(words, temperature=2.0, seed=1) == said(words, temperature=2.0, seed=1)
+        client.delete(one)
+
+
+def test_a_standing_question_tells_of_changes(served: Served) -> None:
+    with served.client() as client:
+        number = opened(client)
+        with connect(socket_url(served, number)) as socket:
+            heard(socket, "event", "ready")
+            asked = {
+                "type": "on",
+                "id": "s",
+                "question": "Where is the scene set?",
+                "every": 1.0,
+                "last": 4.0,
+            }
+            socket.send(json.dumps(asked))
+            for at, one in enumerate(frames(40)):
+                socket.send(json.dumps({"type": "frame", "data": one, "time": float(at)}))
+                while heard(socket, "event")["name"] != "taken":
+                    pass
+            socket.send(json.dumps({"type": "cancel", "id": "s"}))
+        with connect(socket_url(served, number)) as socket:
+            heard(socket, "event", "ready")
+            socket.send(json.dumps({**asked, "id": "t", "last": None}))
+            socket.send(json.dumps({"type": "frame", "data": frames(1)[0], "time": 41.0}))
+            change = heard(socket, "event", "change")
+            assert change["id"] == "t" and change["text"] and change["before"] is None
+            assert change["seconds"] == 41.0 and change["evidence"]
+        client.delete(f"{PATH}/{number}")
+
+
 def test_a_wrong_message_is_told_and_ends_nothing(served: Served) -> None:
     with served.client() as client:
         number = opened(client)
@@ -208,13 +257,14 @@ def test_frames_that_come_too_fast_are_left_out_and_told(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    watch = mmaccel.VideoSession.take_in
+    watch = mmaccel.AsyncVideoSession.watch
 
-    def slow(self: Any, *given: Any, **more: Any) -> int:
-        go.wait(20)
-        return watch(self, *given, **more)
+    async def slow(self: Any, *given: Any, **more: Any) -> int:
+        while not go.is_set():
+            await asyncio.sleep(0.02)
+        return await watch(self, *given, **more)
 
-    monkeypatch.setattr(mmaccel.VideoSession, "take_in", slow)
+    monkeypatch.setattr(mmaccel.AsyncVideoSession, "watch", slow)
     with served.client() as client:
         number = opened(client)
         with connect(socket_url(served, number)) as socket:

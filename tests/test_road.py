@@ -163,17 +163,21 @@ def test_the_demonstration_passes(shipped: Shipped) -> None:
 
 
 def test_the_readme_s_python_runs(shipped: Shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first block of the README, as it stands, beside a clip of that name."""
+    """The blocks of the README on a tiny model, as they stand, beside videos of those names."""
     shipped("tiny-ov")
     from mmaccel_lab.world import World, write_mp4
 
-    write_mp4(World.generate(SEED, 64), tmp_path / "clip.mp4")
-    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert block is not None
+    for name in ("clip.mp4", "camera.mp4"):
+        write_mp4(World.generate(SEED, 64), tmp_path / name)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    real, tiny_one, stream = blocks
+    assert "Qwen/Qwen2.5-VL" in real
     monkeypatch.chdir(tmp_path)
     room: dict[str, Any] = {}
-    exec(compile(block.group(1), "README.md", "exec"), room)
+    exec(compile(tiny_one, "README.md", "exec"), room)
     assert room["fast"].report().heads() == {"a_shape": 32} and mmaccel.attached(room["model"]) is None
+    exec(compile(stream, "README.md", "exec"), room)
+    assert room["answer"].evidence and (tmp_path / "page.html").is_file() and (tmp_path / "memory").is_dir()
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)

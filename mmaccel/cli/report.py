@@ -12,7 +12,7 @@ from mmaccel.cli.console import remark
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.files import outside
 from mmaccel.core.report import write_whole
-from mmaccel.core.report_page import page
+from mmaccel.core.report_page import page, parts_of
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -67,8 +67,9 @@ def write_page(told: Mapping[str, Any], path: Path, video: str | Video | None) -
             """A frame by its seconds in the session; none where another video was watched then."""
             return None if shift and seconds <= began else picture(seconds - shift)
 
-        chosen = " + ".join(one["name"] for one in told["recipe"].values() if isinstance(one, dict))
-        text = page({chosen: {**told, "kv": told["counters"]}}, told["answers"], facts, moved)
+        text = page(
+            {parts_of(told["recipe"]): {**told, "kv": told["counters"]}}, told["answers"], facts, moved
+        )
     else:
         runs = {run["recipe"]: run for run in (told.get("dense"), *told.get("runs", (told,))) if run}
         many = len(runs) > 1

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from mmaccel.core.registry import DEFAULTS
+
 Fields = Mapping[str, Any]
 Thumbnails = Callable[[float], bytes | None]
 """Seconds -> the frame shown then, as a JPEG file; None where there is none."""
@@ -70,11 +72,14 @@ class Paged:
             }
             for text, said in (answers or {}).items()
         ]
-        chosen = (
-            value["name"] for value in self.recipe.values() if isinstance(value, Mapping) and "name" in value
-        )
-        text = page({" + ".join(chosen): self.to_dict()}, told, thumbnails=thumbnails)
+        text = page({parts_of(self.recipe): self.to_dict()}, told, thumbnails=thumbnails)
         Path(path).write_text(text, encoding="utf-8")
+
+
+def parts_of(recipe: Fields) -> str:
+    """The names of a recipe's policies that are not those of the plain model."""
+    names = [value["name"] for value in recipe.values() if isinstance(value, Mapping)]
+    return " + ".join(name for name in names if name not in DEFAULTS.values()) or DEFAULTS["sparse"]
 
 
 def page(

@@ -86,6 +86,7 @@ def test_a_session_s_report_is_a_page(tmp_path: Path) -> None:
     report.save_html(path, {QUESTION: answer, "<script>alert(1)</script>": "a & b"}, media.thumbnails(video))
     text = path.read_text(encoding="utf-8")
     found = Page(text)
+    assert found.text["title"] == "mmaccel: rekv\n"
     assert "script" not in {tag for tag, _ in found.tags} and "alert(1)" in found.text["h3"]
     assert answer.text in found.text["p"] and "a & b" in found.text["p"]
     assert yaml.safe_load(found.text["pre"]) == json.loads(json.dumps(report.recipe))

@@ -47,6 +47,8 @@ class StreamModel(ABC):
     device: torch.device
     layer_devices: list[torch.device]
     turns: Turns
+    words_beside: tuple[int, int] = (0, 0)
+    """Tokens that `spoken` puts before and behind the visual tokens of a unit."""
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 

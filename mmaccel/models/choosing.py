@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import ModelError, nearest
 from mmaccel.core.streams.parts import Choosing
-from mmaccel.models.drafting import STATEFUL, Sampling
+from mmaccel.models.sequences import STATEFUL, Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings that act where tokens are drawn."""

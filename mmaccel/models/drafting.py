@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,21 +17,17 @@ from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, columns, new_inputs
 from mmaccel.models.prompt_stream import PromptRunner, runner_of
 from mmaccel.models.sequences import (
+    STATEFUL,
     DraftTurn,
+    Sampling,
     allowed_to,
     filled,
     known,
+    of_one,
     split_batch,
     without_pads,
 )
 from mmaccel.models.signals import Listener
-
-STATEFUL = {
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
-    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
-}
-"""Processors of transformers that remember what they were asked, token by token, and the arguments that they are made of: a
-draft asks about tokens that are refused, too, and about the same place twice."""
 
 
 def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False) -> Any:
@@ -341,28 +336,3 @@ def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
     kwargs.pop("stop_strings", None)
     given = list(kwargs.get("stopping_criteria") or [])
     kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
-
-
-def of_one(field: str, verdict: Tensor) -> Tensor:
-    """What the processors or criteria given as `field` say of one sequence; `DraftError` where they tell of several."""
-    if verdict.shape[0] != 1:
-        raise DraftError(
-            f"{field}: one tells of {verdict.shape[0]} sequences, and was asked about one, for here the sequences of a "
-            "batch are decoded each by itself; give prompts one by one, or leave the draft out."
-        )
-    return verdict
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """What the processors make of one token's logits: (ids before [S], logits [V]) -> probabilities [V]. A class of its own,
-    so that it can travel to another process."""
-
-    processors: Any
-    sample: bool
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        scores = of_one("logits_processor", self.processors(ids[None], logits[None].float()))[0]
-        if self.sample:
-            return torch.softmax(scores, -1)
-        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()

@@ -52,7 +52,7 @@ DRAFT = {
     "guidance_scale": "it keeps state from earlier tokens, and {part} scores tokens that may be rejected; "
     "leave one of the two out.",
 }
-"""Arguments of `generate` that a draft does not take. It also refuses processors that remember (`drafting.STATEFUL`)."""
+"""Arguments of `generate` that a draft does not take. It also refuses processors that remember (`sequences.STATEFUL`)."""
 STREAM = {
     **DRAFT,
     "guidance_scale": "it runs the model beside {part}, which has one stream; leave it out, or set kv to 'full'.",

@@ -30,6 +30,8 @@ NEAR = 24
 """Of a model without placeholders of video: images with at most so many tokens of text between are the frames of one."""
 
 
+_TEXTS = "Llama", "Mistral", "Qwen2", "Qwen3"
+"""Language models that are built alike, as their classes begin."""
 _TOLD_OF = {IMAGE: ("image_sizes", "image_merge_sizes"), VIDEO: ("video_merge_sizes",)}
 """What else tells of the images and of the videos of a prompt, one by one."""
 
@@ -75,7 +77,9 @@ class Generic(Family):
         "video_llama_3",
     )
     stamped = True
-    rotate_function = ""
+    decoder_layers = frozenset({f"{text}DecoderLayer" for text in _TEXTS})
+    rms_norms = frozenset({f"{text}RMSNorm" for text in _TEXTS})
+    gated_mlps = frozenset({f"{text}MLP" for text in _TEXTS})
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "internvl": {
             "text_config": {**tiny.TEXT, "model_type": "qwen2"},
@@ -277,6 +281,7 @@ class Other(Generic):
     """Every other model of images or video in transformers whose layers all have full attention; none is tried here."""
 
     model_types = ("*",)
+    rotate_function = ""
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     unable: ClassVar[Mapping[str, str]] = {
         "streams": "have frames that mmaccel does not know how to cut from their pixels",

@@ -58,7 +58,7 @@ class Letters(Processor):
             shown = shown[:, visual[0] : visual[-1] + 1]
         if "mm_token_type_ids" in self.family.facts:
             made["mm_token_type_ids"] = self.family.kinds(self.config, shown).int()
-        return {"input_ids": shown, **made}
+        return {name: x.to(how.get("device")) for name, x in {"input_ids": shown, **made}.items()}
 
     def pixels(
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32

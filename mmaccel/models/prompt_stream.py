@@ -117,8 +117,9 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         columns = mine.nonzero()[:, 0]
         begin, stop = int(columns[0]), int(columns[-1]) + 1
         if self.family.stamped:
-            self._part, self._words, (start, end) = units.spaced(layout, mine)
-            if self._words:
+            self._part, words, (start, end) = units.spaced(layout, mine)
+            self.words_beside = words, 0
+            if words:
                 return start, end, end
         return begin, begin + int((layout.frame[0][mine] >= 0).sum()), stop
 
@@ -140,7 +141,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             begin, whole = sum(sizes[:number]), torch.as_tensor(given[name])
             own[name] = whole[begin : begin + sizes[number]]
             rest[name] = [whole[:begin], whole[begin + sizes[number] :]]
-        if self._words:
+        if any(self.words_beside):
             # Frames before and behind the part that the memory holds are two videos more.
             rows, made = self.family.by_frame(self.model, own)
             first, last = (end * self.frames_a_step for end in (self._part[0], self._part[-1] + 1))
@@ -174,15 +175,15 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         if not len(frames):
             none = self._rest[:0]
             return none[:, None].expand(0, self._unit, -1), none
-        unit = self._unit - self._words
+        unit = self._unit - self.words_beside[0]
         return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, unit)
 
     def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        if not self._words or not len(features):
+        if not any(self.words_beside) or not len(features):
             return features
         begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
         ids = self.inputs["input_ids"][0]
-        around = [(ids[begin : begin + self._words].tolist(), list[int]()) for begin in begins]
+        around = [(ids[begin : begin + self.words_beside[0]].tolist(), list[int]()) for begin in begins]
         return units.spoken(self.words, features, around)
 
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
@@ -196,7 +197,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             unit = rows[:, begin : begin + 1]
             return PositionIds(head, unit, torch.arange, text + 1, 1, limit, after=after)
         unit = rows[:, begin : begin + self._unit]
-        if self._words:
+        if any(self.words_beside):
             slope = int(rows[0, begin + self._unit] - rows[0, begin])
             made = PositionIds.evenly(head, unit, text - (count - 1) * slope, slope, limit, after)
             return self._checked(made, rows[:, begin:end], count)

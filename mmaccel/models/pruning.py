@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -271,7 +272,7 @@ def left_of(pruner: TokenPruner, tokens: int) -> int:
 
 
 def thinned(
-    pruner: TokenPruner, depth: int, rows: Tensor, frames: int, tokens: int, vision: VisionProbe | None
+    pruner: TokenPruner, shape: Geometry, rows: Tensor, frames: int, tokens: int, vision: VisionProbe | None
 ) -> tuple[Tensor, Tensor]:
     """What `pruner` leaves of features `rows` [frames * tokens + m, E] of frames and of the marks behind them, as
     `StreamModel.features` gives them: of each group of frames the same number, one unit."""
@@ -279,10 +280,10 @@ def thinned(
     place = torch.arange(len(rows), device=rows.device)[None]
     frame = torch.where(place < inside, place // tokens, -1)
     layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=frame)
-    signals = Signals(hidden=rows[None])
+    signals = Signals(hidden=rows[None, :, : shape.hidden])
     if vision is not None:
         signals.update(vision.take(layout))
-    kept = pruner.cut(signals, layout, pruner.stages(depth)[0])
+    kept = pruner.cut(signals, layout, pruner.stages(shape.layers)[0])
     columns = checked_columns(pruner, kept.columns, layout)
     counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)
     if bool((counts != left).any()):

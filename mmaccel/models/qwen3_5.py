@@ -44,6 +44,7 @@ class Qwen35(Qwen3VL):
     """``Qwen3_5ForConditionalGeneration``, ``Qwen3_5MoeForConditionalGeneration``: recipes count layers of attention."""
 
     model_types = ("qwen3_5", "qwen3_5_moe")
+    decoder_layers = frozenset()
     rms_norms = frozenset()
     gated_mlps = frozenset({"Qwen3_5MLP"})
     rotate_function = ""

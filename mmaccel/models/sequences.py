@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import Columns
 from mmaccel.core.decoding.draft import DraftStrategy
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import is_given
@@ -23,6 +24,13 @@ from mmaccel.models.runner import unpadded
 
 TURN = "mmaccel_turn"
 """The attribute of a cache that holds its `DraftTurn`."""
+
+STATEFUL = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+}
+"""Processors of transformers that remember what they were asked, token by token, and the arguments that they are made of: a
+draft asks about tokens that are refused, too, and about the same place twice."""
 
 
 class DraftTurn:
@@ -146,3 +154,28 @@ def without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, An
             kwargs["generation_config"] = config = held = copy.deepcopy(held)
             setattr(config, name, value - count)
     return kwargs
+
+
+def of_one(field: str, verdict: Tensor) -> Tensor:
+    """What the processors or criteria given as `field` say of one sequence; `DraftError` where they tell of several."""
+    if verdict.shape[0] != 1:
+        raise DraftError(
+            f"{field}: one tells of {verdict.shape[0]} sequences, and was asked about one, for here the sequences of a "
+            "batch are decoded each by itself; give prompts one by one, or leave the draft out."
+        )
+    return verdict
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the processors make of one token's logits: (ids before [S], logits [V]) -> probabilities [V]. A class of its own,
+    so that it can travel to another process."""
+
+    processors: Any
+    sample: bool
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        scores = of_one("logits_processor", self.processors(ids[None], logits[None].float()))[0]
+        if self.sample:
+            return torch.softmax(scores, -1)
+        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()

@@ -45,7 +45,8 @@ class Rows(NamedTuple):
 class LayerStep:
     """A decoder layer of a Qwen2-like family over a few new rows: `enter_rows` (queries, keys and values, with RoPE,
     keys and values written to the cache), `decode_attend`, and for the output projection and the feed-forward block
-    `pass_rows`, `project_rows` and `pass_rows` again.
+    `pass_rows`, `project_rows` and `pass_rows` again. With norms of queries and keys `project_rows`, these and `rope_rows`
+    are in the place of `enter_rows`.
 
     follows  the norm after the layer; None: whoever reads its rows needs no norm, or computes it
     """
@@ -56,6 +57,8 @@ class LayerStep:
         self.follows = follows
         self.qkv, self.out = weights(own.q_proj, own.k_proj, own.v_proj), weights(own.o_proj)
         self.gate_up, self.down = weights(mlp.gate_proj, mlp.up_proj), weights(mlp.down_proj)
+        self.norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(own, name, None)) is not None]
+        self.sizes = [own.q_proj.out_features, own.k_proj.out_features, own.v_proj.out_features]
         self.line = torch.arange(layer_ops.WINDOW, device=self.before.weight.device)[None]
 
     def __call__(
@@ -77,6 +80,8 @@ class LayerStep:
         sees, bias  those of `decode_attend`
         qkv      `project` of x, where a memory had to see it first; None: it is computed here
         """
+        if qkv is None and self.norms:
+            qkv = self.project(x)
         if qkv is None:
             rows, gain, squares = _normed_by(x, self.before)
             eps = self.before.variance_epsilon
@@ -89,7 +94,15 @@ class LayerStep:
 
     def project(self, x: Rows) -> Tensor:
         """[R, (H + 2 G) * D]: queries, keys and values without RoPE, side by side, of rows that enter the layer."""
-        return project(x, self.before, self.qkv)
+        rows = project(x, self.before, self.qkv)
+        if not self.norms:
+            return rows
+        *both, values = rows.split(self.sizes, 1)
+        heads = (
+            norm(some.unflatten(1, (-1, norm.weight.numel())))
+            for norm, some in zip(self.norms, both, strict=True)
+        )
+        return torch.cat([*(some.flatten(1) for some in heads), values], 1)
 
     def finish(self, x: Rows, attended: Tensor) -> Rows:
         """What leaves the layer, of rows x [R, E] that entered it, by their attention [R, H * D]."""
@@ -132,7 +145,7 @@ def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
     linear modules; of products that are made together all have a bias, or none."""
     return activation == "silu" and all(
         type(layer).__name__ in family.decoder_layers
-        and layer.self_attn.sliding_window is None
+        and getattr(layer.self_attn, "sliding_window", None) is None
         and all(type(linear) is nn.Linear for some in _together(layer) for linear in some)
         and len({p.device for p in layer.parameters()}) == 1
         and all(len({one.bias is None for one in some}) == 1 for some in _together(layer))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from mmaccel.models import shipped
 from mmaccel.models.chat import Written, ids_of
 from mmaccel.models.loading import config_of, folder_of, read_json, reason_of, resolve
 from mmaccel.models.processor import Processor, styles
+
+TEXT = -1
+"""The number of a placeholder that is no token: stock code replaces its text before it is tokenized."""
 
 
 class StockProcessor(Processor):
@@ -52,8 +55,18 @@ class StockProcessor(Processor):
         for kind in ("image", "video"):
             token = getattr(stock, f"{kind}_token", None)
             number = None if token is None else stock.tokenizer.convert_tokens_to_ids(token)
+            known = number is not None and number != getattr(stock.tokenizer, "unk_token_id", None)
             setattr(self, f"{kind}_token", token)
-            setattr(self, f"{kind}_token_id", number)
+            setattr(self, f"{kind}_token_id", number if known else TEXT)
+
+    def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
+        if self.video_token_id != TEXT:
+            return super().template_ids(content)
+        text, special = self._written([{"role": "user", "content": list(content)}], {"video", "text"})
+        before, after = (Written(part) for part in text.split(self.video_token or "", 1))
+        before.plain = after.plain = text.plain
+        ids = ids_of(self.tokenizer, before, add_special_tokens=special)
+        return [*ids, TEXT, *ids_of(self.tokenizer, after, add_special_tokens=False)]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write what stock `AutoProcessor` reads."""

@@ -46,15 +46,14 @@ class StreamPasses:
     """
 
     left_out: int | None = None
-    _words = 0
-    """Tokens of a unit that are words (`units.py`)."""
+    words_beside: tuple[int, int] = (0, 0)
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
         self.model, self.family, self._attachment = model, family, attachment
         self.view = ModelView(model, family, adapter_for)
         self.frames_a_step = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
-        self.layer_devices = [home_of(one) for one in family.attentions(model)]
+        self.layer_devices = [home_of(layer) for layer in self._layers()]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         self.attention = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
         if not recipe.sparse.dense:
@@ -75,9 +74,14 @@ class StreamPasses:
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             rows = self.family.frames(self.model, inputs)
         if self.thins is not None and units:
-            return thinned(self.thins, self.view.geometry.layers, rows, units, unit, vision)
+            return thinned(self.thins, self.view.geometry, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
+
+    def _layers(self) -> list[nn.Module]:
+        """Those with attention, as a memory numbers them."""
+        states = self.family.states(self.model)
+        return [layer for number, layer in enumerate(self.family.layers(self.model)) if number not in states]
 
     def running(self) -> Any:
         states = self.family.states(self.model)
@@ -98,10 +102,11 @@ class StreamPasses:
         """The places of what the recipe's pruner leaves of units at `made`."""
         if self.thins is None:
             return made
-        tokens = made.tokens - self._words
+        words = sum(self.words_beside)
+        tokens = made.tokens - words
         left = left_of(self.thins, tokens)
         self.left_out = tokens * self.thins.group - left
-        return made.anew(left + self._words)
+        return made.anew(left + words)
 
     def words(self, ids: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -203,14 +208,7 @@ class StreamPasses:
             if threading.get_ident() == thread:
                 ear(out if isinstance(out, Tensor) else out[0])
 
-        states, inside, shared = (
-            self.family.states(self.model),
-            self.family.attentions(self.model),
-            self.text.config,
-        )
-        layers: list[Any] = [
-            layer for n, layer in enumerate(self.family.layers(self.model)) if n not in states
-        ]
+        layers, inside, shared = self._layers(), self.family.attentions(self.model), self.text.config
         with Hooks() as hooks:
             hooks.after(self.family.rotary(self.model), unturned)
             if self._attachment is None:  # else all of this is there
@@ -220,7 +218,7 @@ class StreamPasses:
                 hooks.attention(
                     inside, shared, ATTENTION, **{PLAIN: shared}, **self.family.numbered(self.model)
                 )
-                for module in states.values():
+                for module in self.family.states(self.model).values():
                     hooks.before(module, recurrent.noted)
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))
@@ -283,7 +281,10 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
         if size not in self._units:
             inputs, _, unit, _ = self._positions(size, None, 1)
-            self._units[size] = self.family.frame_size(self.model, inputs), unit.shape[1] - self._words
+            self._units[size] = (
+                self.family.frame_size(self.model, inputs),
+                unit.shape[1] - sum(self.words_beside),
+            )
         return self._units[size]
 
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -351,7 +352,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         def steps(units: int) -> Tensor:
             return self.family.steps(self.model, inputs, units)
 
-        if self._words:
+        if any(self.words_beside):
             made = PositionIds.evenly(head, unit, text, slope, limit)
         else:
             made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
@@ -372,7 +373,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         positions = self.family.positions(self.model, inputs)
         rows = positions[:, 0] if positions.ndim == 3 else positions
         begin, inside = head.numel(), int((self.family.layout(self.model, inputs).frame[0] >= 0).sum())
-        end = begin + inside + units * self._words
+        end = begin + inside + units * sum(self.words_beside)
         return inputs, rows[:, :begin], rows[:, begin:end], int(rows[0, end])
 
     def prompt(

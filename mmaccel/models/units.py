@@ -100,22 +100,23 @@ class WrittenStream(HFStreamAdapter):
         return Written(self.family, self.model, self.processor, *super()._chat(""))
 
     @property
-    def _words(self) -> int:  # type: ignore[override]
-        return sum(self._written.length)
+    def words_beside(self) -> tuple[int, int]:  # type: ignore[override]
+        return self._written.length
 
     def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         less = len(super()._chat("")[1]) - len(self._written.tail)
         return self._written.head, super()._chat(question)[1][less:]
 
     def _shown(self, inputs: Mapping[str, Any], times: Sequence[float]) -> Tensor:
-        if not self._words:
+        if not any(self.words_beside):
             return super()._shown(inputs, times)
         ids, pace, shown = inputs["input_ids"], self.frames_a_step, list[int]()
-        visual = [token for token in ids[0].tolist() if token in self.family.placeholders(self.model)]
-        each = len(visual) * pace // len(times)
+        # Of a frame that repeats the last some processors leave tokens out, of the first none.
+        holders = self.family.placeholders(self.model)
+        visual = next([*run] for held, run in groupby(ids[0].tolist(), holders.__contains__) if held)
         for first in range(0, len(times), pace):
             before, after = self._written.ids((first, times[first : first + pace]))
-            shown += [*before, *visual[:each], *after]
+            shown += [*before, *visual, *after]
         return torch.tensor([shown], device=ids.device)
 
     def _pixels(self, frames: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
@@ -126,6 +127,9 @@ class WrittenStream(HFStreamAdapter):
         each = [super(WrittenStream, self)._pixels(unit, size) for unit in frames.split(self.frames_a_step)]
         rows = [self.family.by_frame(self.model, one)[0] for one in each]
         return self.family.by_frame(self.model, each[0])[1](torch.cat(rows))  # type: ignore[no-any-return]
+
+    def prompt(self, *given: Any) -> dict[str, Any]:
+        return {name: x for name, x in super().prompt(*given).items() if name != "video_compression_mask"}
 
     def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
         return spoken(self.words, features, [self._written.ids(moment) for moment in moments])

@@ -1,5 +1,7 @@
 """The static step: the model's own tokens and logits, one graph for all lengths, and nothing read on the host."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,8 +20,11 @@ from mmaccel.policies.draft import Off, Sequential, Tree
 from mmaccel.policies.kv import Window
 from tests.core.toy import Meter
 from tests.core.toy import prompt as told
-from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.models.tiny_random import BUILD as COMMON
+from tests.models.tiny_random import PROMPTS, prompt
+from tests.models.tiny_random import model as tiny
 
+BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("internvl", "qwen3_vl")}}
 pytestmark = pytest.mark.numeric(by="torch")
 
 
@@ -305,7 +310,9 @@ def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     assert captured(adapter.runner(model))
     # A product of three knows a bias for each, or none.
     with monkeypatch.context() as patch:
-        patch.setitem(layer.self_attn.k_proj._parameters, "bias", None)
+        product = layer.self_attn.k_proj
+        other = torch.nn.Parameter(product.weight[:, 0].detach()) if product.bias is None else None
+        patch.setitem(product._parameters, "bias", other)
         assert not captured(adapter.runner(model))
     assert captured(adapter.runner(model))
     # What stands before the layers and after them is no less the model's own.

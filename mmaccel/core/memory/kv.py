@@ -155,11 +155,11 @@ class KVPolicy(Policy, ABC, kind="kv"):
 class Stream:
     """What a memory is told of its stream when it is opened.
 
-    A stream is: head tokens (the prompt before the video) | units | the tokens of a question. A *unit* is what the model
-    takes as one step of time, a frame or a temporal patch of `pace` frames; all units of a stream have `unit` tokens and
-    are numbered from 0. Nothing of a question or an answer is part of the stream.
+    A stream is: head tokens (the prompt before the video) | units, numbered from 0 | the tokens of a question. A *unit* is
+    what the model takes as one step of time, a frame or a temporal patch of `pace` frames.
 
     unit    P, tokens of a unit
+    words   the first and the last so many of them are no visual tokens
     head    tokens before the video
     pace    frames of a unit
     places  where head, units and text stand for the rotary embedding
@@ -171,6 +171,7 @@ class Stream:
     pace: int
     places: PositionIds
     dtype: torch.dtype
+    words: tuple[int, int] = (0, 0)
 
     def units(self, frames: int) -> int:
         """How many units `frames` frames are: a budget in frames, rounded up to whole units."""
@@ -185,8 +186,7 @@ class StreamPass:
              after a question, run after each pass of units for a memory that needs "proxy", and forgotten. "question": all
              tokens from the end of the video to the first of the answer. "answer": tokens of the answer, one or more
     rows     tokens of the pass, n
-    first    number of the first unit ("units"); units are consecutive
-    count    units of the pass ("units")
+    first, count  number of the first unit, and how many ("units"); units are consecutive
     times    seconds from the start of the stream at which each unit was shown ("units")
     look     [count, E] float32, the mean over each unit's tokens of its visual features, as the projector gave them
     pending  the first rows of a question that are tokens of units the memory has not taken in yet; they stand after all

@@ -305,8 +305,13 @@ class RecallPruning(AroundMemory):
         if (first, base, device) not in self._layouts:
             place = torch.arange(base + self._tail, device=device)[None]
             inside = (place >= first) & (place < base)
-            frame = torch.where(inside, (place - first) // self._stream.unit, -1)
-            text = (place < self._stream.head) | (place >= base + self._before)
+            unit, (ahead, behind) = self._stream.unit, self._stream.words
+            if (base - first) % unit == 0:  # else what is shown are single tokens, of which it is not known
+                at = (place - first) % unit
+                inside &= (at >= ahead) & (at < unit - behind)
+            frame = torch.where(inside, (place - first) // unit, -1)
+            words = ~inside & (place >= first) & (place < base)
+            text = words | (place < self._stream.head) | (place >= base + self._before)
             self._layouts[first, base, device] = TokenLayout.build(
                 torch.where(text, TEXT, VIDEO), frame=frame
             )

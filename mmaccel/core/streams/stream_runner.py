@@ -46,7 +46,8 @@ class StreamRunner:
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.places(info.size, fps), adapter.head().numel()
-        self.stream = Stream(unit=info.unit, head=head, pace=adapter.pace, places=places, dtype=adapter.dtype)
+        words, pace, dtype = adapter.words_beside, adapter.pace, adapter.dtype
+        self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, places=places, dtype=dtype)
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.stream if one else partial(split_stream, kv, adapter.layer_devices)
         self.waits: deque[float] = deque(maxlen=1024)

@@ -278,8 +278,8 @@ class ArchivedMemory(StreamMemory):
             return self.rope.at(
                 ("ranks", len(entries)), lambda: unit_positions(places, entries, count, compact)
             ), None
-        # One room for all layers: a layer turns its keys before the next one is asked.
-        room = self.replays.room("angles", (2, 1, 1, *out.shape[2:]), self.stream.dtype)
+        size = 2, 1, 1, out.shape[2], self.rope.size(places.head())
+        room = self.replays.room("angles", size, self.stream.dtype)  # of all layers, which turn one by one
         left = self._numbers[2 + layer, None] if name is not None and self.replays.works else None
 
         def stand() -> tuple[Tensor, ...]:

@@ -25,17 +25,14 @@ from mmaccel.core.prefill.prune import paid
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [1, G, n, D]."""
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines of positions."""
-
+Angles = tuple[Tensor, Tensor]  # cosines and sines of positions
 Look = tuple[Tensor, int]
 """What a layer looked at: the units [k] that it recalled, and the first local one."""
 
 OWN = 1 / 6
 """What is left of a row by itself behind all layers (`Rows.reached`); measured, see docs/mosaic.md."""
 
-WEIGHTS = 1 << 24
-"""Attention weights in float32 that are there at a time."""
+WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +103,16 @@ class Rope:
         self.angles, self.apply, self.model = partial(model.angles, dtype=dtype), model.apply_rope, model
         self._kept: dict[Hashable, Angles] = {}
         self.forget = self._kept.clear
+        self._size = 0
 
     def apply_(self, x: Tensor, angles: Angles) -> None:
         """`apply` in place."""
         self.model.apply_rope_(x, angles)
+
+    def size(self, positions: Tensor) -> int:
+        """How many of the D are turned, asked with some positions."""
+        self._size = self._size or self.angles(positions[..., :1])[0].shape[-1]
+        return self._size
 
     def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
         """The angles of `positions()` [n] or [3, n], made when `name` is new."""
@@ -133,17 +136,14 @@ class PassState(StreamState):
         self._ingests, self._columns = False, dict[tuple[int, int], TokenLayout]()
         self._headed = self._count = self._extra = self._pending = self._last = 0
 
-    _main: Any = None
-    """Of a snapshot, the memory that it is of."""
+    _main: Any = None  # of a snapshot, the memory that it is of
     _pause: Callable[[], None] = staticmethod(lambda: None)
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         taken = copy.copy(self)
-        for name, value in vars(self).items():
-            if type(value) in (dict, list):
-                setattr(taken, name, value.copy())
-        taken._main, taken._pause = self, pause
-        taken.stream, taken.rope = stream, Rope(self.rope.model, stream.dtype)
+        vars(taken).update((name, x.copy()) for name, x in vars(self).items() if type(x) in (dict, list))
+        taken._main, taken._pause, taken.stream = self, pause, stream
+        taken.rope = Rope(self.rope.model, stream.dtype)
         return taken
 
     def _answered(self, taken: Any) -> None:

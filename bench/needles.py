@@ -41,9 +41,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import timing
+from jobs import ends_in_order
 from needle_rows import OURS, Rows, Setting, draw, summary
 from needle_units import METHODS, SEGMENTS, Unit, rivals_of, units
-from stopping import ends_in_order
 
 from mmaccel.cli import choices
 from mmaccel.cli.answer import ask_each, prompt

@@ -58,7 +58,8 @@ def _length(frames: int, rows: Sequence[Row], names: Sequence[str]) -> Iterator[
         for name in names
         if name != EVERYTHING
     }
-    yield from _table(kinds, ((name, [_told(*gap) for gap in some]) for name, some in gaps.items()))
+    told = "{:+.1f} ({:+.1f} to {:+.1f})".format
+    yield from _table(kinds, ((name, [told(*gap) for gap in some]) for name, some in gaps.items()))
     yield ""
     best = max(
         (name for name in names if name.startswith(MEMORY) and " + " not in name),
@@ -134,10 +135,6 @@ def _share(films: Mapping[int, float]) -> str:
 
 def _gap(one: Mapping[int, float], other: Mapping[int, float]) -> tuple[float, float, float]:
     return paired(list(one.values()), [other[film] for film in one])
-
-
-def _told(mean: float, low: float, high: float) -> str:
-    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> Iterator[str]:

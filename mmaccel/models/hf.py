@@ -255,9 +255,8 @@ class Attachment(Attaching):
         start = cache.get_seq_length() if cache is not None else 0
 
         def text(columns: int, valid: Tensor | None) -> TokenLayout:
-            return TokenLayout.build(
-                torch.zeros(batch, columns, dtype=torch.long, device=device), valid=valid
-            )
+            rows = torch.zeros(batch, columns, dtype=torch.long, device=device)
+            return TokenLayout.build(rows, valid=valid)
 
         new = note.layout
         if new is None or new.length != count:
@@ -303,8 +302,7 @@ class Attachment(Attaching):
         return run, kwargs, lent and not self._caches(kwargs)
 
     def _own(self, cache: Any, kwargs: dict[str, Any], new: TokenLayout, packed: Tensor | None) -> KVCache:
-        """A memory that forgets decides what is seen: it takes in every pass, and only its own cache will do. So too for one
-        whose layers hold less than the prompt."""
+        """A memory that forgets, or whose layers hold less than the prompt, takes in every pass; it needs its own cache."""
         prune, kv = self.owner.recipe.prune, self.owner.recipe.kv
         name = f"kv {kv.name!r}" if prune is None else f"prune {prune.name!r}"
         if cache is None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.backends.ops.dense_attend import paid
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
@@ -26,7 +27,6 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     checked_columns,
     observers,
-    paid,
     thin,
 )
 from mmaccel.core.prefill.recalled import tell_idle

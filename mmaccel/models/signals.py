@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.backends.ops.dense_attend import paid
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -24,7 +25,6 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     checked_columns,
     observers,
-    paid,
     thin,
 )
 from mmaccel.core.prefill.recalled import tell_idle

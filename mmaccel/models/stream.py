@@ -308,7 +308,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         return choosing(self, ids, most, settings, drafts)
 
     def tail(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
-        if isinstance(question, str):
+        if not isinstance(question, list | tuple):
             ids, plain = self._chat(check_question(question))[1], self._template[1]
         else:
             asked, silent, _ = dialogue.spoken(question)

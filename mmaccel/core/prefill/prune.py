@@ -368,20 +368,6 @@ def _text(layout: TokenLayout) -> tuple[Tensor, Tensor]:
     return rows, rows > (visual[-1] if visual.numel() else -1)
 
 
-def paid(query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """[n, N] float32: causal attention of queries [H, n, D], which stand in columns `at` [n], to keys [G, N, D]; the mean
-    over heads. `bias` [b] is added to the scores of the first columns. Scores of a group of heads are held at a time."""
-    groups = key.shape[0]
-    later = torch.arange(key.shape[1], device=key.device)[None] > at[:, None]
-    total = torch.zeros(at.numel(), key.shape[1], device=key.device)
-    for rows, keys in zip(torch.unflatten(query, 0, (groups, -1)), key, strict=True):
-        scores = (rows.float() @ keys.float().T) * scale
-        if bias is not None:
-            scores[..., : len(bias)] += bias
-        total += scores.masked_fill(later, float("-inf")).softmax(-1).sum(0)
-    return total / query.shape[0]
-
-
 def best(score: Tensor, count: int) -> Tensor:
     """[count] ascending: the places of the largest scores; of equal ones the first, on every device."""
     return score.float().sort(descending=True, stable=True).indices[:count].sort().values

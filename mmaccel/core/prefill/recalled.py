@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.dense_attend import paid
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState, grow_buffer
-from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, paid, thin
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, thin
 from mmaccel.core.report import Meter
 
 

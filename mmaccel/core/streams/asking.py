@@ -19,7 +19,6 @@ from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
-from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.frames import FrameState
@@ -29,7 +28,16 @@ from mmaccel.core.prefill.recalled import InTime, RecallPruning, tell_idle
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.parts import Choosing, Question, RunningStates, StreamInfo, joined, kept
+from mmaccel.core.streams.parts import (
+    Around,
+    CarefulDraftStream,
+    Choosing,
+    Question,
+    RunningStates,
+    StreamInfo,
+    joined,
+    kept,
+)
 from mmaccel.core.streams.stream_runner import StreamRunner, filled, frame_size
 
 FEW = 4

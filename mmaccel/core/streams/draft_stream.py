@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import Around, DraftStream, Heard
+from mmaccel.core.decoding.watching import DraftStream, Heard
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import StreamPolicy
@@ -19,6 +19,7 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import QuestionRunner, asked
 from mmaccel.core.streams.listening import Guided
+from mmaccel.core.streams.parts import Around
 from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
 from mmaccel.core.streams.stream_runner import StreamRunner
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline, Ended
-from mmaccel.core.decoding.watching import CarefulDraftStream, Watching
+from mmaccel.core.decoding.watching import Watching
 from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.parts import Clip, Turns
+from mmaccel.core.streams.parts import CarefulDraftStream, Clip, Turns
 from mmaccel.core.streams.sources import Event, reopened
 from mmaccel.core.streams.standing import Standing
 from mmaccel.core.streams.stream_runner import StreamRunner, shown_at

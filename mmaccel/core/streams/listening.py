@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.watching import Around, Heard
+from mmaccel.backends.ops.dense_attend import paid
+from mmaccel.core.decoding.watching import Heard
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState
-from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, paid
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner
 from mmaccel.core.prefill.recalled import AroundMemory, RecallPruning
+from mmaccel.core.streams.parts import Around
 
 
 class Listening(Around):

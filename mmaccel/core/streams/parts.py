@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -16,7 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.decoding.watching import DraftStream
+from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.memory.kv import Stream, StreamState
 
 Moment = tuple[int, Sequence[float]]
 """Of a unit of a stream: the number of its first frame, and the seconds at which its frames were shown."""
@@ -132,6 +135,100 @@ class StreamInfo:
     def moments(self, pace: int, frames: Sequence[int]) -> list[Moment]:
         """What is written beside units of `pace` frames that begin with `frames`."""
         return [(frame, self.times[frame : frame + pace]) for frame in frames]
+
+
+class Around:
+    """Lays something round a memory while a question lasts; this one nothing."""
+
+    def __call__(
+        self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
+    ) -> StreamState:
+        """`state`, or what stands in its place. The first `before` rows of the question are no words. `numbers` has for each
+        unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
+        return state
+
+    def ears(self, kind: str) -> dict[str, Any]:
+        """What `StreamModel.run` is to be told of a pass of this kind."""
+        return {}
+
+    def cut(self, tokens: int) -> None:
+        """The memory has gone back to so many tokens of units."""
+
+
+SLOW, SLOW_S = 2.0, 20.0
+"""How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
+
+
+class CarefulDraftStream:
+    """The draft's stream beside that of a session: its failure ends the draft alone.
+
+    `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has. One that holds up the
+    stream for more than `SLOW` times what all else takes cannot keep up, and has failed too.
+    """
+
+    def __init__(self, watch: Callable[[], DraftStream] | None = None) -> None:
+        self.stream: DraftStream | None = None
+        self.failed = ""
+        self._born, self._held_up_s = monotonic(), 0.0
+        if watch is not None:
+            with self.dropping():
+                self.stream = watch()
+
+    @contextmanager
+    def dropping(self) -> Iterator[DraftStream | None]:
+        """Run what may fail with the draft's stream; None where there is none."""
+        try:
+            yield self.stream
+        except Exception as error:
+            stream, self.stream = self.stream, None
+            self.failed = f"{type(error).__name__}: {error}"
+            warn(
+                f"the draft's own stream failed and was dropped; the session goes on without a draft ({self.failed})."
+            )
+            if stream is not None:
+                # It is broken already; that it cannot tidy up either is no news.
+                with suppress(Exception):
+                    stream.close()
+
+    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+        """Take in frames, if there are any."""
+        with self.dropping() as stream:
+            if stream is None or not len(frames):
+                return
+            began = monotonic()
+            stream.take(frames, times, fps, timed)
+            now = monotonic()
+            self._held_up_s += now - began
+            others_s = now - self._born - self._held_up_s
+            if self._held_up_s > max(SLOW_S, SLOW * others_s):
+                raise DraftError(
+                    f"it held up the stream for {self._held_up_s:.0f} s where all else took {others_s:.0f} s; give it "
+                    "a cheaper kv, such as no_cache, or leave the draft out"
+                )
+
+    def idle(self) -> None:
+        """No more frames come for now."""
+        with self.dropping() as stream:
+            if stream is not None:
+                stream.idle()
+
+    def mark(self) -> Any:
+        """What `back` needs."""
+        with self.dropping() as stream:
+            return None if stream is None else stream.mark()
+
+    def back(self, mark: Any) -> None:
+        """As it was at `mark`."""
+        with self.dropping() as stream:
+            if stream is not None:
+                stream.back(mark)
+
+    def close(self) -> None:
+        """Give back what is held; a second call does nothing."""
+        with self.dropping() as stream:
+            self.stream = None
+            if stream is not None:
+                stream.close()
 
 
 WAIT_S = 0.05

@@ -24,12 +24,12 @@ from shutil import rmtree
 from typing import Any
 
 from mmaccel.core.attach import StreamAdapter
-from mmaccel.core.decoding.watching import CarefulDraftStream
 from mmaccel.core.errors import MmaccelError, ModelError, shown
 from mmaccel.core.files import checkpoint_io, outside
 from mmaccel.core.files.checkpoint_io import locked, sync, write_private
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, saved_recipe
+from mmaccel.core.streams.parts import CarefulDraftStream
 from mmaccel.core.streams.saved_stream import (
     FILM,
     MEMORY,

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline, Ended
-from mmaccel.core.decoding.watching import Around, CarefulDraftStream
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.frames import FrameState
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.parts import Clip, StreamInfo, kept
+from mmaccel.core.streams.parts import Around, CarefulDraftStream, Clip, StreamInfo, kept
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "

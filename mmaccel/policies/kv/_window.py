@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.dense_attend import paid
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, check_choice, check_least
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
-from mmaccel.core.prefill.prune import paid
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [1, G, n, D]."""

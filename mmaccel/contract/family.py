@@ -349,7 +349,7 @@ def _sessions(tried: _Tried) -> Iterator[Row]:
                 session.watch(part, fps=2.0)
             adapter, live = session._stream_adapter, session._live
             assert live is not None
-            tail, _ = adapter.tail(question)
+            tail, words = adapter.tail([{"type": "text", "text": question}])
             prompt = adapter.prompt(frames, 2.0, live.info.times, tail.tolist())  # type: ignore[attr-defined]
             with asked(live, question, 8) as turn:
                 far = float((turn.logits - tried.logits(prompt)[:, -1]).abs().max())
@@ -357,7 +357,8 @@ def _sessions(tried: _Tried) -> Iterator[Row]:
             end = next((n for n, token in enumerate(whole) if token in adapter.ends()), len(whole))
             same = list(session.ask(question, 8).ids) == whole[:end]
         told = f"logits off by {far:.1e}, at most {CLOSE:.0e}; tokens {'the same' if same else 'differ'}"
-        yield f"session {name} = whole", told, same and far <= CLOSE
+        told += "" if words[0] < words[1] else "; no word of the question is found"
+        yield f"session {name} = whole", told, same and far <= CLOSE and words[0] < words[1]
 
 
 def _detached(tried: _Tried) -> Iterator[Row]:

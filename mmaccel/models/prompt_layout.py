@@ -166,6 +166,12 @@ def positions_of(config: Any) -> int | None:
     return max(most, int(before * (rope.get("factor") or 1)))
 
 
+def windowed(config: Any) -> bool:
+    """Whether a text model of `config` has layers that see its last tokens alone."""
+    kinds = getattr(config, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
+
+
 def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
     """Of the arguments of a call those of the columns after the first `past`, without a mask."""
     length = kwargs["input_ids"].shape[1]

@@ -50,6 +50,16 @@ def count(model: nn.Module) -> int:
     return getattr(model, "tp_size", None) or 1
 
 
+def rows(module: Any, name: str) -> int | None:
+    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
+    weight is no matrix of floating numbers, such as a quantized one."""
+    weight = getattr(getattr(module, name, None), "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    # A DTensor has the shape of the whole.
+    return int(getattr(weight, "_local_tensor", weight).shape[0])
+
+
 def signature(model: nn.Module) -> str:
     """A short mark of all weights."""
     marks = hashlib.sha256()

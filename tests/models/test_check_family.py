@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.models import deepstack, generic
+from mmaccel.models import deepstack, generic, step, tiny
 from mmaccel.models.generic import Generic, Other
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
@@ -131,6 +132,34 @@ def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) 
     ):
         mmaccel.accelerate(model)
     assert ("prune fastv", True) in [(name, kept) for name, _, kept in rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("llava_next_video", "mistral"), ("internvl", "qwen2"), ("qwen2_5_vl", None)]
+)
+def test_windows_that_a_family_does_not_compute_are_refused(kind: str, text: str | None) -> None:
+    made = sampler(kind)
+    model = made.model()
+    config: Any = made.config() if text is None else copy.deepcopy(model.config)
+    own = config.text_config.to_dict() if text is None else {**tiny.TEXT, "model_type": text}
+    own = {**own, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    config.text_config = (
+        type(config.text_config)(**{**own, "layer_types": None})
+        if text is None
+        else transformers.CONFIG_MAPPING[text](**{k: v for k, v in own.items() if k != "model_type"})
+    )
+    model = made.kind(config).float().eval()
+    with pytest.raises(ModelError, match="sliding_window: layers of this model see its last 8 tokens alone"):
+        mmaccel.accelerate(model)
+    layers = model.get_decoder().layers
+    assert not step.known(layers, "silu", family_of(kind))
+    for one in {
+        id(x): x for x in (config.text_config, *(layer.self_attn.config for layer in layers))
+    }.values():
+        one.sliding_window, one.layer_types = None, None
+    for layer in layers:
+        layer.self_attn.sliding_window = None
+    assert step.known(layers, "silu", family_of(kind))
 
 
 def like_smolvlm(config: Any) -> Any:

@@ -247,12 +247,18 @@ def _masked(tried: _Tried, masks: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 def _batches(tried: _Tried) -> Iterator[Row]:
-    alone = [tried.prompt([("text", n), ("video", 4), ("text", n + 3)], seed=n) for n in (2, 9, 5)]
+    more: list[Any] = [("image",), ("text", 2)] if tried.family.mixes else []
+    alone = [tried.prompt([("text", n), ("video", 4), ("text", n + 3), *more], seed=n) for n in (2, 9, 5)]
+    batch = tried.sampler.batch(alone)
     plain = [tried.logits(one)[0] for one in alone]
     with accelerate(tried.model):
-        together = tried.logits(tried.sampler.batch(alone))
+        together = tried.logits(batch)
     far = max(float((row[-len(one) :] - one).abs().max()) for row, one in zip(together, plain, strict=True))
     yield "a padded batch", f"logits off by {far:.1e}, at most {CLOSE:.0e}", far <= CLOSE
+    whole = tried.tokens(batch)
+    with accelerate(tried.model, draft={"name": "prompt_lookup", "in_batches": "always"}):
+        same = torch.equal(tried.tokens(batch), whole)
+    yield "a draft in a batch", f"tokens {'the same' if same else 'differ'}", same
 
 
 def _generation(tried: _Tried) -> Iterator[Row]:

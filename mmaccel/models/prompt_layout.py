@@ -56,6 +56,9 @@ class Grid:
 Inputs = Mapping[str, Any]
 """Keyword arguments that a user gives a model: ids, mask, pixels, grids."""
 
+A_TOKEN = "input_ids", "mm_token_type_ids", "token_type_ids", "position_ids"
+"""The inputs whose last axis is the tokens of the prompt; `attention_mask` has those of the cache, too."""
+
 Words = Sequence[str | int]
 """Pieces of a prompt: text, and ids of tokens."""
 
@@ -176,7 +179,7 @@ def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
     """Of the arguments of a call those of the columns after the first `past`, without a mask."""
     length = kwargs["input_ids"].shape[1]
     new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-    for name in ("input_ids", "mm_token_type_ids", "position_ids"):
+    for name in A_TOKEN:
         value = new.get(name)
         if isinstance(value, Tensor) and value.shape[-1] == length:
             new[name] = value[..., past:]

@@ -17,7 +17,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.masked import Images
 from mmaccel.models import gemma, sliding
-from mmaccel.models.runner import HFRunner
+from mmaccel.models.runner import HFRunner, unpadded
 from tests.models.tiny_random import batch, prompt, sampler
 
 KINDS = ("gemma3", "gemma4")
@@ -110,6 +110,27 @@ def test_batches_beams_and_chunks(built: Any) -> None:
         with mmaccel.accelerate(model, chunk=chunk):
             assert torch.equal(tokens_of(model, together), plain)
             assert torch.equal(tokens_of(model, together, num_beams=3), beams)
+
+
+@pytest.mark.parametrize("pieces", [[("image",)], [("video", 4)]])
+def test_drafts_in_batches_and_behind_padding(built: Any, pieces: Any) -> None:
+    """Images of one kind alone, and padding behind a prompt, go with the tokens that they are of."""
+    kind, model = built
+    alone = [prompt(kind, [("text", n), *pieces, ("text", 5)], seed=n) for n in (2, 9)]
+    together, one = batch(kind, alone), alone[0]
+    shape = one["input_ids"].shape
+    padded = {name: torch.nn.functional.pad(x, (0, 3)) if x.shape == shape else x for name, x in one.items()}
+    plain, answer = tokens_of(model, together), tokens_of(model, one)[:, shape[1] :]
+    with mmaccel.accelerate(model, draft={"name": "prompt_lookup", "in_batches": "always"}):
+        assert torch.equal(tokens_of(model, together), plain)
+        assert torch.equal(tokens_of(model, padded)[:, shape[1] + 3 :], answer)
+    assert int(unpadded(padded)[gemma_types(model)].sum()) == int(one[gemma_types(model)].sum())
+    assert unpadded(padded)[gemma_types(model)].shape == shape
+
+
+def gemma_types(model: Any) -> str:
+    family: Any = adapter_for(model)
+    return str(family.types)
 
 
 def test_patterns_act_on_layers_of_full_attention(built: Any) -> None:

@@ -234,6 +234,12 @@ class ModelAdapter(ABC):
             kind, part, wanted = asked[what]
             if wanted:
                 raise RecipeError(f"{kind} {part.name!r}: {who} {self.unable[what]}; leave {kind} out.")
+        most = self.rollback_limit(model)
+        if "rollback" in draft.needs and most is not None and most < draft.max_rollback:
+            raise RecipeError(
+                f"draft {draft.name!r} rolls back up to {draft.max_rollback} tokens and {who} only {most}; lower the "
+                "draft's window."
+            )
         if (getattr(model, "tp_size", None) or 1) == 1:
             return
         for kind, part in (("kv", recipe.kv), ("prune", prune), ("draft", draft), ("prune", draft.pruner)):
@@ -249,6 +255,10 @@ class ModelAdapter(ABC):
                 f"prune {prune.name!r} cuts before layer {layers[0]}, and {who} add features to all visual tokens before "
                 f"layer {first}; cut there or later."
             )
+
+    def rollback_limit(self, model: nn.Module) -> int | None:
+        """How many of the last tokens its layers can go back, whatever the memory; None: all."""
+        return None
 
     def sliding(self, model: nn.Module) -> Mapping[int, int]:
         """The layers that see the last columns alone, and how many, their own included."""

@@ -95,6 +95,11 @@ class Gemma3(Generic):
         kinds = enumerate(config.layer_types)
         return {layer: int(config.sliding_window) for layer, kind in kinds if kind == KINDS[1]}
 
+    def rollback_limit(self, model: nn.Module) -> int | None:
+        from mmaccel.models import sliding
+
+        return sliding.MARGIN if self.sliding(model) else None
+
     def owners(self, model: nn.Module) -> list[int]:
         """Of each layer the one whose keys and values it reads."""
         return list(range(self.geometry(model).layers))

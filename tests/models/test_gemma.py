@@ -14,7 +14,7 @@ import transformers
 import mmaccel
 from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.prefill.masked import Images
 from mmaccel.models import gemma, sliding
 from mmaccel.models.runner import HFRunner, unpadded
@@ -110,6 +110,30 @@ def test_batches_beams_and_chunks(built: Any) -> None:
         with mmaccel.accelerate(model, chunk=chunk):
             assert torch.equal(tokens_of(model, together), plain)
             assert torch.equal(tokens_of(model, together, num_beams=3), beams)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_5"])
+def test_a_draft_that_goes_back_farther_than_the_layers_is_refused(kind: str) -> None:
+    """The longest that is not refused ends in the plain answer."""
+    model: Any = sampler(kind).model()
+    model.generation_config.eos_token_id = None
+    with pytest.raises(RecipeError, match=r"rolls back up to 129 tokens and .* only 128"):
+        mmaccel.accelerate(model, draft={"name": "prompt_lookup", "window": 128})
+    inputs = prompt(kind, [("text", 9)])
+    inputs = {
+        name: x.repeat(1, 40) if x.shape == inputs["input_ids"].shape else x for name, x in inputs.items()
+    }
+    plain = tokens_of(model, inputs, 20)
+    with mmaccel.accelerate(model, draft={"name": "prompt_lookup", "window": 127}):
+        assert torch.equal(tokens_of(model, inputs, 20), plain)
+
+
+def test_a_session_refuses_it_too() -> None:
+    made = sampler("qwen3_5")
+    model = made.model()
+    draft = {"name": "prompt_lookup", "window": 128}
+    with pytest.raises(RecipeError, match=r"rolls back up to 129 tokens and .* only 128"):
+        mmaccel.VideoSession(model, made.processor(model.config), None, kv="full", draft=draft)
 
 
 @pytest.mark.parametrize("pieces", [[("image",)], [("video", 4)]])

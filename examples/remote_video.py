@@ -32,6 +32,7 @@ class RemoteVideo(Generic):
     """A wrapped model: the columns of each frame follow from its placeholders."""
 
     model_types = (KIND,)
+    unable = {**Generic.unable, "streams": "make visual features by code of their own, of whole videos"}
 
 
 def embed(remote, ids, video):

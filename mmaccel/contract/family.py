@@ -198,8 +198,10 @@ def _patterns(tried: _Tried) -> Iterator[Row]:
         with _masked(tried, masks):
             far = float((tried.logits(tried.inputs) - ours).abs().max())
         moved = float((ours - tried.plain).abs().max())
-        kept = far <= CLOSE < moved and share < 0.5 and not wrong
+        missed = sorted(set(range(tried.depth)) - set(tried.family.sliding(tried.model)) - found.keys())
+        kept = far <= CLOSE < moved and share < 0.5 and not wrong and not missed
         told = f"{share:.0%} of the pairs, off by {far:.1e} from eager attention, {moved:.0e} from dense"
+        told = f"it does not act in layers {missed}" if missed else told
         yield name, f"other pairs than its definition in layers {wrong}" if wrong else told, kept
         yield f"{name} in chunks", *_in_chunks(tried, recipe, ours, name)
     tried.model.set_attn_implementation(attend)
@@ -272,12 +274,7 @@ def _generation(tried: _Tried) -> Iterator[Row]:
         },
         "draft tree": {"draft": {"name": "tree", "model": copy.deepcopy(tried.model)}},
     }
-    lacking = {
-        "kv offload": "streams",
-        "draft prompt_lookup": "drafts",
-        "draft sequential": "drafts",
-        "draft tree": "trees",
-    }
+    lacking = {"kv offload": "streams", "draft tree": "trees"}
     for name, recipe in choices.items():
         if lacking.get(name) in tried.family.unable:
             yield name, *tried.refused(recipe)

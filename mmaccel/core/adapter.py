@@ -125,7 +125,7 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models cannot do, and why: of "streams", "pruning", "drafts" and "trees" (drafts that propose these, or read
+    """What its models cannot do, and why: of "streams", "pruning" and "trees" (drafts that propose these, or read
     the target's memory)."""
 
     @abstractmethod
@@ -227,7 +227,6 @@ class ModelAdapter(ABC):
         asked = {
             "streams": ("kv", recipe.kv, not recipe.kv.sequences),
             "pruning": ("prune", prune or draft.pruner, (prune or draft.pruner) is not None),
-            "drafts": ("draft", draft, draft.active),
             "trees": ("draft", draft, bool({"branches", "memory"} & draft.needs)),
         }
         for what in self.unable.keys() & asked.keys():

@@ -16,6 +16,7 @@ import mmaccel
 from mmaccel.core.adapter import ConfigOnlyModel
 from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError
+from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, generic, step, tiny
@@ -95,6 +96,15 @@ PATTERNS: dict[str, tuple[Any, str, Any]] = {
 def test_a_pattern_that_lists_other_pairs_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*PATTERNS[name])
     with pytest.raises(ModelError, match=f"[:;] {name}: other pairs than its definition"):
+        mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
+
+
+def test_a_pattern_in_one_layer_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ForwardPass._plan
+    monkeypatch.setattr(
+        ForwardPass, "_plan", lambda self, layer, *given: None if layer else plan(self, layer, *given)
+    )
+    with pytest.raises(ModelError, match="a_shape: it does not act in layers"):
         mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
 
 

@@ -238,13 +238,17 @@ def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.
         if kind in ("internvl", "smolvlm"):
             adapter: Any = one._stream_adapter
             own = adapter.prompt(frames, None, times, adapter.tail(QUESTION)[0].tolist())
+            assert torch.allclose(own["pixel_values"], inputs["pixel_values"], atol=1e-6)
             if kind == "internvl":
-                assert own["input_ids"].shape[1] == inputs["input_ids"].shape[1] + 4 * count
+                zero = ord("0") - 32 + 3
+                ids = [token for token in own["input_ids"][0].tolist() if token != zero]
+                assert ids == inputs["input_ids"][0].tolist()
+                assert own["input_ids"].shape[1] == len(ids) + 4 * count
             else:
                 ids, whole = own["input_ids"][0].tolist(), inputs["input_ids"][0].tolist()
                 frames_of = ids[ids.index(100) + 1 : -ids[::-1].index(190) + 1]
                 assert any(whole[n:][: len(frames_of)] == frames_of for n in range(len(whole)))
-            inputs = {**inputs, **own, "attention_mask": None}
+            inputs = {**inputs, "input_ids": own["input_ids"], "attention_mask": None}
         assert (logits(one, QUESTION) - model(**inputs).logits[0, -1]).abs().max() <= CLOSE
         one.watch(torch.cat([frames, frames, frames]), fps=2.0)
         assert one.frames == 4 * count and one.ask(QUESTION, 2).evidence

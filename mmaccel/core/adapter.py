@@ -275,7 +275,7 @@ class ModelAdapter(ABC):
         """What the plain model takes for rows of a tree at `positions` [1, n]; `mask` [1, 1, n, N] is added to scores."""
         return mask
 
-    def told(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def note_of(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         """The `Note` of a pass of the multimodal model with what else its arguments tell; may take these out of `kwargs`."""
         return note
 

@@ -34,6 +34,7 @@ from mmaccel.models.prompt_layout import (
     cells,
     is_given,
     question_mask,
+    rope_of,
     windowed,
 )
 
@@ -159,10 +160,9 @@ class Family(ModelFamily):
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        rope = getattr(config, "rope_parameters", None) or {}
+        rope = rope_of(config)
         # Only what turns keys: releases differ in what else they write beside it.
-        turning = {name: rope[name] for name in _ROPE if rope.get(name) is not None}
-        return {**super().fingerprint(model), "rope": turning}
+        return {**super().fingerprint(model), "rope": {x: rope[x] for x in _ROPE if rope.get(x) is not None}}
 
     def weights_digest(self, model: nn.Module) -> str | None:
         whole = not isinstance(model, ConfigOnlyModel) and shards.count(model) == 1

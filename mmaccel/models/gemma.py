@@ -38,6 +38,7 @@ class Gemma3(Generic):
     most: ClassVar[int] = 1
     """The largest number that it has: of images 1, of videos 2 where they are told apart."""
     rotate_function = ""
+    stamped = False
     decoder_layers = rms_norms = gated_mlps = frozenset[str]()
     unable: ClassVar[Mapping[str, str]] = {
         **Generic.unable,
@@ -117,7 +118,7 @@ class Gemma3(Generic):
         far = positions[0, :, None] - columns >= max(self.sliding(model).values(), default=1 << 62)
         return dict(zip(KINDS, (mask, mask.masked_fill(far, torch.finfo(mask.dtype).min)), strict=True))
 
-    def told(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def note_of(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         mask, types = kwargs.get("attention_mask"), kwargs.get(self.types)
         if isinstance(mask, dict):
             return note

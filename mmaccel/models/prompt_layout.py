@@ -159,12 +159,18 @@ def columns(kwargs: Mapping[str, Any]) -> int:
     return ids.shape[1] if isinstance(ids, Tensor) else 0
 
 
+def rope_of(config: Any) -> Mapping[str, Any]:
+    """The rotary settings of a text model; those of full attention, where each kind of layer has its own."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("full_attention", rope)  # type: ignore[no-any-return]
+
+
 def positions_of(config: Any) -> int | None:
     """How many positions a text model of `config` has, what its rotary scaling adds included; None where it does not say."""
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int):
         return None
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope_of(config)
     before = rope.get("original_max_position_embeddings") or most
     return max(most, int(before * (rope.get("factor") or 1)))
 

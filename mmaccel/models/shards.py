@@ -19,7 +19,9 @@ def digest(attentions: Iterable[Any]) -> str | None:
     """A short digest of the projections of queries and keys; None where one of them is no matrix of floating numbers."""
     found = hashlib.sha256()
     for attention in attentions:
-        for name in ("q_proj", "k_proj"):
+        # Some layers read the keys of others.
+        shares = hasattr(attention, "q_proj") and not hasattr(attention, "k_proj")
+        for name in ("q_proj",) if shares else ("q_proj", "k_proj"):
             weight = getattr(getattr(attention, name, None), "weight", None)
             if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
                 return None

@@ -21,6 +21,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, generic, step, tiny
 from mmaccel.models.generic import Generic, Other
+from mmaccel.models.prompt_layout import in_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
 from mmaccel.policies.sparse import a_shape, grid
@@ -181,3 +182,17 @@ def test_a_model_of_other_layers_is_refused(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
     with pytest.raises(ModelError, match=f"model type '{kind}' is not supported: "):
         family_of(kind).check(ConfigOnlyModel(config), Recipe())
+
+
+def test_a_time_has_five_characters() -> None:
+    times = {
+        0.0: "0.000",
+        9.25: "9.250",
+        12.5: "12.50",
+        100.0: "100.0",
+        999.96: "1000.",
+        1234.5: "1234.",
+        86400.0: "86400",
+    }
+    assert {time: in_seconds(time) for time in times} == times
+    assert all(len(in_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))

@@ -128,6 +128,31 @@ def test_a_draft_that_goes_back_farther_than_the_layers_is_refused(kind: str) ->
         assert torch.equal(tokens_of(model, inputs, 20), plain)
 
 
+def test_streams_are_refused(built: Any) -> None:
+    kind, model = built
+    processor = sampler(kind).processor(model.config)
+    with pytest.raises(ModelError, match="window counts the tokens of a prompt"):
+        mmaccel.VideoSession(model, processor, None, kv="rekv")
+
+
+@torch.no_grad()
+def test_what_a_layer_gives_and_what_is_saved_of_a_model(built: Any) -> None:
+    """Keys of layers that hold all columns; the turning of keys, and a digest of layers that have keys."""
+    kind, model = built
+    family: Any = adapter_for(model)
+    with mmaccel.accelerate(model):
+        cache = model(**prompt(kind, [("text", 207)])).past_key_values
+        # The last sliding layer, and one whose keys are read again, let go later.
+        owners, narrow = family.owners(model), sorted(family.sliding(model))
+        narrow = [n for n in narrow[:-1] if owners.count(n) == 1]
+        assert narrow and cache.layers[1].keys.shape[2] == 207
+        assert all(cache.layers[n].keys is None and cache.layers[n].values is None for n in narrow)
+    assert family.fingerprint(model)["rope"]["rope_theta"] > 0
+    before = family.weights_digest(model)
+    other: Any = sampler(kind).model(seed=1)
+    assert before is not None and before != family.weights_digest(other)
+
+
 def test_a_session_refuses_it_too() -> None:
     made = sampler("qwen3_5")
     model = made.model()

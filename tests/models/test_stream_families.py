@@ -19,7 +19,6 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, step
-from mmaccel.models.prompt_layout import in_seconds
 from mmaccel.models.qwen3_vl import Qwen3VL
 from tests.models.streams import every_stream, logits
 from tests.models.test_hybrid import Echo
@@ -109,20 +108,6 @@ def test_it_forgets_goes_on_and_comes_back_from_a_folder(kind: str, kv: str, tmp
             assert two.ask(QUESTION, 4).text == one.ask(QUESTION, 4).text
         if kv not in ("full", "offload"):
             assert (own - plain(kind, one, frames)).abs().max() > 1e-4
-
-
-def test_a_time_has_five_characters() -> None:
-    times = {
-        0.0: "0.000",
-        9.25: "9.250",
-        12.5: "12.50",
-        100.0: "100.0",
-        999.96: "1000.",
-        1234.5: "1234.",
-        86400.0: "86400",
-    }
-    assert {time: in_seconds(time) for time in times} == times
-    assert all(len(in_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
 
 
 TEMPLATE = (

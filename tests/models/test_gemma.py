@@ -37,10 +37,16 @@ def tokens_of(model: Any, inputs: Any, count: int = 12, **more: Any) -> torch.Te
     return model.generate(**inputs, max_new_tokens=count, do_sample=False, **more)
 
 
+NARROW = gemma.Gemma3.sliding
 FAULTS = {
     "images": (Images, "of", lambda *a: None, "dense, a video"),
     "later": (Images, "uncut", lambda self, end: end, "in chunks"),
-    "windows": (gemma.Gemma3, "sliding", lambda *a: {}, "dense, text|dense, a video"),
+    "windows": (
+        gemma.Gemma3,
+        "sliding",
+        lambda *a: dict.fromkeys(NARROW(*a), 1 << 16),
+        "dense, text|dense, a video",
+    ),
 }
 
 

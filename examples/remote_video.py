@@ -14,6 +14,7 @@ Patterns, windows and drafts act; streams do not. Code whose function takes othe
 """
 
 import copy
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -32,6 +33,10 @@ class RemoteVideo(Generic):
     """A wrapped model: the columns of each frame follow from its placeholders."""
 
     model_types = (KIND,)
+    unable: ClassVar = {
+        **Generic.unable,
+        "streams": "make visual features by code of their own, of whole videos",
+    }
 
 
 def embed(remote, ids, video):

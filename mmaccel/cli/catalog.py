@@ -81,7 +81,7 @@ def abilities() -> dict[str, dict[str, str]]:
     found = {}
     for name in registry("model"):
         family: Any = registry("model")[name]
-        can = {what: what not in family.unable for what in ("streams", "drafts", "pruning")}
+        can = {what: what not in family.unable for what in ("streams", "trees", "pruning")}
         can |= {
             "vision pruners": family.vision_tower is not None,
             "captured steps": bool(family.decoder_layers),

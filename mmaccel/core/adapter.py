@@ -125,7 +125,7 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models cannot do, and why: of "streams", "pruning", "drafts" and "trees" (drafts that propose these, or read
+    """What its models cannot do, and why: of "streams", "pruning" and "trees" (drafts that propose these, or read
     the target's memory)."""
 
     @abstractmethod
@@ -227,13 +227,18 @@ class ModelAdapter(ABC):
         asked = {
             "streams": ("kv", recipe.kv, not recipe.kv.sequences),
             "pruning": ("prune", prune or draft.pruner, (prune or draft.pruner) is not None),
-            "drafts": ("draft", draft, draft.active),
             "trees": ("draft", draft, bool({"branches", "memory"} & draft.needs)),
         }
         for what in self.unable.keys() & asked.keys():
             kind, part, wanted = asked[what]
             if wanted:
                 raise RecipeError(f"{kind} {part.name!r}: {who} {self.unable[what]}; leave {kind} out.")
+        most = self.rollback_limit(model)
+        if "rollback" in draft.needs and most is not None and most < draft.max_rollback:
+            raise RecipeError(
+                f"draft {draft.name!r} rolls back up to {draft.max_rollback} tokens and {who} only {most}; lower the "
+                "draft's window."
+            )
         if (getattr(model, "tp_size", None) or 1) == 1:
             return
         for kind, part in (("kv", recipe.kv), ("prune", prune), ("draft", draft), ("prune", draft.pruner)):
@@ -249,6 +254,10 @@ class ModelAdapter(ABC):
                 f"prune {prune.name!r} cuts before layer {layers[0]}, and {who} add features to all visual tokens before "
                 f"layer {first}; cut there or later."
             )
+
+    def rollback_limit(self, model: nn.Module) -> int | None:
+        """How many of the last tokens its layers can go back, whatever the memory; None: all."""
+        return None
 
     def sliding(self, model: nn.Module) -> Mapping[int, int]:
         """The layers that see the last columns alone, and how many, their own included."""
@@ -266,7 +275,7 @@ class ModelAdapter(ABC):
         """What the plain model takes for rows of a tree at `positions` [1, n]; `mask` [1, 1, n, N] is added to scores."""
         return mask
 
-    def told(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def note_of(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         """The `Note` of a pass of the multimodal model with what else its arguments tell; may take these out of `kwargs`."""
         return note
 

@@ -259,7 +259,7 @@ class _Layer(CacheLayerMixin):
         self.state, self.door, self.index = state, door, index
         self.is_initialized = True
 
-    # [B, G, n, D], where the memory holds all columns; else None. transformers begins by setting both to None.
+    # [B, G, n, D], where the layer holds all columns; else None. transformers begins by setting both to None.
     keys = property(lambda self: self._whole(0), lambda self, _: None)  # type: ignore[assignment]
     values = property(lambda self: self._whole(1), lambda self, _: None)  # type: ignore[assignment]
 
@@ -267,7 +267,7 @@ class _Layer(CacheLayerMixin):
         if not getattr(self, "is_initialized", False) or not 0 < self.state.length() == self.state.held():
             return None
         view = self.state.view(self.index, torch.empty(0, 0, 2, 0))
-        return (view.key, view.value)[which]
+        return (view.key, view.value)[which] if view.key.shape[2] == self.state.length() else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass

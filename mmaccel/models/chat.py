@@ -12,7 +12,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any
@@ -51,6 +51,13 @@ def conversations(content: Any, images: Any, videos: Any) -> list[Conversation]:
         return [_conversation(content, images, videos)]
     given = _each("images", images, len(content)), _each("videos", videos, len(content))
     return [_conversation(*one) for one in zip(content, *given, strict=True)]
+
+
+def one_chat(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as they are; pieces as one turn of the user."""
+    if "role" in content[0]:
+        return [dict(one) for one in content]
+    return [{"role": "user", "content": list(content)}]
 
 
 def image_rows(images: Any) -> list[list[Any]]:

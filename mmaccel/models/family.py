@@ -34,6 +34,8 @@ from mmaccel.models.prompt_layout import (
     cells,
     is_given,
     question_mask,
+    rope_of,
+    windowed,
 )
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
@@ -126,10 +128,19 @@ class Family(ModelFamily):
         if isinstance(model, ConfigOnlyModel):
             return whole
         attention, size = next(iter(self.attentions(model)), None), whole.head_dim
-        heads, groups = _rows_of(attention, "q_proj"), _rows_of(attention, "k_proj")
+        heads, groups = shards.rows(attention, "q_proj"), shards.rows(attention, "k_proj")
         if not heads or not groups or heads % size or groups % size:
             return whole
         return replace(whole, heads=heads // size, kv_heads=groups // size)
+
+    def check(self, model: nn.Module, recipe: Any) -> None:
+        config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        if windowed(config) and not self.sliding(model):
+            raise ModelError(
+                f"sliding_window: layers of this model see its last {config.sliding_window} tokens alone, which family "
+                f"{self.name!r} does not compute; set sliding_window to None, or use the model without mmaccel."
+            )
+        super().check(model, recipe)
 
     def whole_geometry(self, model: nn.Module) -> Geometry:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
@@ -149,10 +160,9 @@ class Family(ModelFamily):
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        rope = getattr(config, "rope_parameters", None) or {}
+        rope = rope_of(config)
         # Only what turns keys: releases differ in what else they write beside it.
-        turning = {name: rope[name] for name in _ROPE if rope.get(name) is not None}
-        return {**super().fingerprint(model), "rope": turning}
+        return {**super().fingerprint(model), "rope": {x: rope[x] for x in _ROPE if rope.get(x) is not None}}
 
     def weights_digest(self, model: nn.Module) -> str | None:
         whole = not isinstance(model, ConfigOnlyModel) and shards.count(model) == 1
@@ -388,13 +398,3 @@ class Family(ModelFamily):
 
 class Causal(causal.WithoutVision, Family):
     """``AutoModelForCausalLM`` of any kind whose cache can be cut back to an earlier token."""
-
-
-def _rows_of(module: Any, name: str) -> int | None:
-    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
-    weight is no matrix of floating numbers, such as a quantized one."""
-    weight = getattr(getattr(module, name, None), "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return None
-    # A DTensor has the shape of the whole.
-    return int(getattr(weight, "_local_tensor", weight).shape[0])

@@ -38,6 +38,7 @@ class Gemma3(Generic):
     most: ClassVar[int] = 1
     """The largest number that it has: of images 1, of videos 2 where they are told apart."""
     rotate_function = ""
+    stamped = False
     decoder_layers = rms_norms = gated_mlps = frozenset[str]()
     unable: ClassVar[Mapping[str, str]] = {
         **Generic.unable,
@@ -95,6 +96,11 @@ class Gemma3(Generic):
         kinds = enumerate(config.layer_types)
         return {layer: int(config.sliding_window) for layer, kind in kinds if kind == KINDS[1]}
 
+    def rollback_limit(self, model: nn.Module) -> int | None:
+        from mmaccel.models import sliding
+
+        return sliding.MARGIN if self.sliding(model) else None
+
     def owners(self, model: nn.Module) -> list[int]:
         """Of each layer the one whose keys and values it reads."""
         return list(range(self.geometry(model).layers))
@@ -112,7 +118,7 @@ class Gemma3(Generic):
         far = positions[0, :, None] - columns >= max(self.sliding(model).values(), default=1 << 62)
         return dict(zip(KINDS, (mask, mask.masked_fill(far, torch.finfo(mask.dtype).min)), strict=True))
 
-    def told(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def note_of(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         mask, types = kwargs.get("attention_mask"), kwargs.get(self.types)
         if isinstance(mask, dict):
             return note

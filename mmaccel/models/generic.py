@@ -32,7 +32,10 @@ NEAR = 24
 
 _TEXTS = "Llama", "Mistral", "Qwen2", "Qwen3"
 """Language models that are built alike, as their classes begin."""
-_TOLD_OF = {IMAGE: ("image_sizes", "image_merge_sizes"), VIDEO: ("video_merge_sizes",)}
+_TOLD_OF = {
+    IMAGE: ("image_sizes", "image_merge_sizes", "image_position_ids", "pixel_attention_mask"),
+    VIDEO: ("video_merge_sizes", "video_position_ids", "num_frames_per_video"),
+}
 """What else tells of the images and of the videos of a prompt, one by one."""
 
 
@@ -190,6 +193,10 @@ class Generic(Family):
         names = [PIXELS[kind], GRIDS[kind], *_TOLD_OF[kind]]
         grid = inputs.get(GRIDS[kind])
         sizes = {name: [1] * len(inputs[name]) for name in names if inputs.get(name) is not None}
+        counts = inputs.get("num_frames_per_video") if kind == VIDEO else None
+        if counts is not None:
+            apart = {PIXELS[VIDEO], "video_position_ids"} & sizes.keys()
+            return {**sizes, **dict.fromkeys(apart, counts.tolist())}
         return sizes if grid is None else {**sizes, PIXELS[kind]: grid.prod(1).tolist()}
 
     def parted(

@@ -135,7 +135,7 @@ class Attachment(Attaching):
             elif kwargs.get("position_ids") is None and known is not None:
                 kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
             note = replace(note, layout=layout)
-        return {NOTE: self.family.told(self.model, kwargs, note), **kwargs}
+        return {NOTE: self.family.note_of(self.model, kwargs, note), **kwargs}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a forward pass keeps a cache: as `use_cache` says, else as the model's config says."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import VIDEO
+from mmaccel.models.chat import one_chat
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import PIXELS
 
@@ -39,7 +40,7 @@ class Letters(Processor):
         self.tokenizer = Tokens(*words)
 
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
-        text = "".join(piece.get("text", "") for piece in content)
+        text = "".join(piece.get("text", "") for one in one_chat(content) for piece in one["content"])
         before, after = (self.tokenizer(words)["input_ids"] for words in (OPEN, text + CLOSE))
         marks = [getattr(self.config, f"video_{side}_token_id", None) for side in ("start", "end")]
         opens, closes = ([] if mark is None else [mark] for mark in marks)

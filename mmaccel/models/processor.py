@@ -22,7 +22,7 @@ from mmaccel.core.errors import ModelError, check_text, warn
 from mmaccel.core.files import outside
 from mmaccel.core.registry import registry
 from mmaccel.media.preprocess import Pixels, as_frames, as_image
-from mmaccel.models.chat import Written, conversations, ids_of, image_rows, video_list, written
+from mmaccel.models.chat import Written, conversations, ids_of, image_rows, one_chat, video_list, written
 from mmaccel.models.loading import config_of, folder_of, read_json
 from mmaccel.models.prompt_layout import ProcessorStyle
 from mmaccel.models.taking import most_frames, take
@@ -227,8 +227,7 @@ class Processor:
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of messages, or of pieces of one turn of the user, through the chat template, each video and image still
         one placeholder: pieces of type "video" and "image" need nothing but their type."""
-        chat = "role" in content[0]
-        messages: list[Any] = list(content) if chat else [{"role": "user", "content": list(content)}]
+        messages = one_chat(content)
         kinds = {piece["type"] for one in messages for piece in one["content"]}
         text, special = self._written(messages, kinds)
         return ids_of(self.tokenizer, text, add_special_tokens=special)

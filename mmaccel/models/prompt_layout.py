@@ -56,6 +56,9 @@ class Grid:
 Inputs = Mapping[str, Any]
 """Keyword arguments that a user gives a model: ids, mask, pixels, grids."""
 
+A_TOKEN = "input_ids", "mm_token_type_ids", "token_type_ids", "position_ids"
+"""The inputs whose last axis is the tokens of the prompt; `attention_mask` has those of the cache, too."""
+
 Words = Sequence[str | int]
 """Pieces of a prompt: text, and ids of tokens."""
 
@@ -156,21 +159,33 @@ def columns(kwargs: Mapping[str, Any]) -> int:
     return ids.shape[1] if isinstance(ids, Tensor) else 0
 
 
+def rope_of(config: Any) -> Mapping[str, Any]:
+    """The rotary settings of a text model; those of full attention, where each kind of layer has its own."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("full_attention", rope)  # type: ignore[no-any-return]
+
+
 def positions_of(config: Any) -> int | None:
     """How many positions a text model of `config` has, what its rotary scaling adds included; None where it does not say."""
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int):
         return None
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope_of(config)
     before = rope.get("original_max_position_embeddings") or most
     return max(most, int(before * (rope.get("factor") or 1)))
+
+
+def windowed(config: Any) -> bool:
+    """Whether a text model of `config` has layers that see its last tokens alone."""
+    kinds = getattr(config, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
 
 
 def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
     """Of the arguments of a call those of the columns after the first `past`, without a mask."""
     length = kwargs["input_ids"].shape[1]
     new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-    for name in ("input_ids", "mm_token_type_ids", "position_ids"):
+    for name in A_TOKEN:
         value = new.get(name)
         if isinstance(value, Tensor) and value.shape[-1] == length:
             new[name] = value[..., past:]

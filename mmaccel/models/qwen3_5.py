@@ -78,6 +78,11 @@ class Qwen35(Qwen3VL):
     def first_cut(self, model: nn.Module) -> int:
         return 1
 
+    def rollback_limit(self, model: nn.Module) -> int:
+        from mmaccel.models import recurrent
+
+        return recurrent.REACH
+
     def states(self, model: nn.Module) -> dict[int, nn.Module]:
         layers: Any = self.layers(model)
         return {n: layer.linear_attn for n, layer in enumerate(layers) if hasattr(layer, "linear_attn")}

@@ -23,7 +23,7 @@ from mmaccel.core.registry import DEFAULTS, registry
 from mmaccel.models import decode, deepstack
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import in_parts
-from mmaccel.models.prompt_layout import Inputs, of_columns
+from mmaccel.models.prompt_layout import A_TOKEN, Inputs, of_columns
 
 
 class HFRunner(Runner):
@@ -245,10 +245,6 @@ def unpadded(inputs: Inputs) -> dict[str, Any]:
     ids = inputs["input_ids"]
     keep = mask[0].bool()
     for name, value in inputs.items():
-        if (
-            isinstance(value, Tensor)
-            and value.shape[-1] == ids.shape[1]
-            and name in ("input_ids", "mm_token_type_ids", "position_ids")
-        ):
+        if isinstance(value, Tensor) and value.shape[-1] == ids.shape[1] and name in A_TOKEN:
             inputs[name] = value[..., keep]
     return inputs

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import Columns
 from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError
-from mmaccel.core.layout import IMAGE, VIDEO
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import is_given
+from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_given
 from mmaccel.models.runner import unpadded
 
 TURN = "mmaccel_turn"
@@ -104,13 +104,16 @@ def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> lis
     rows: list[dict[str, Any]] = []
     for b in range(layout.batch):
         row = dict(inputs)
-        for name in ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids"):
+        for name in (*A_TOKEN, "attention_mask"):
             if is_given(inputs.get(name)):
                 row[name] = inputs[name][..., b : b + 1, :]
         rows.append(row)
     for kind in (IMAGE, VIDEO):
-        counts = [layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)]
+        shown = [layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)]
         for name, sizes in family.shares(inputs, kind).items():
+            counts = (
+                shown if sum(shown) == len(sizes) else _tiles(family, inputs, layout, len(sizes)) or shown
+            )
             if sum(counts) != len(sizes):
                 raise ModelError(
                     f"{name} has {len(sizes)} pictures or videos and input_ids {sum(counts)}, so that it cannot be told "
@@ -124,6 +127,17 @@ def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> lis
                     del row[name]
                 item, begin = item + count, end
     return rows
+
+
+def _tiles(family: Any, inputs: Mapping[str, Any], layout: TokenLayout, count: int) -> list[int] | None:
+    """How many of `count` images each sequence has, where frames, or tiles of as many tokens each, come as images."""
+    if family.parted is None or is_given(inputs.get(PIXELS[VIDEO])):
+        return None
+    if inputs[PIXELS[IMAGE]].ndim == 5:  # an axis of sequences
+        return [1] * layout.batch
+    tokens = [int(one.sum()) for one in layout.modality != TEXT]
+    each = sum(tokens) // count
+    return [some // each for some in tokens] if each and not any(some % each for some in tokens) else None
 
 
 def allowed_to(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:

@@ -19,7 +19,9 @@ def digest(attentions: Iterable[Any]) -> str | None:
     """A short digest of the projections of queries and keys; None where one of them is no matrix of floating numbers."""
     found = hashlib.sha256()
     for attention in attentions:
-        for name in ("q_proj", "k_proj"):
+        # Some layers read the keys of others.
+        shares = hasattr(attention, "q_proj") and not hasattr(attention, "k_proj")
+        for name in ("q_proj",) if shares else ("q_proj", "k_proj"):
             weight = getattr(getattr(attention, name, None), "weight", None)
             if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
                 return None
@@ -48,6 +50,16 @@ def own(model: nn.Module, heads: int) -> range:
 def count(model: nn.Module) -> int:
     """How many processes share each layer of a model (tensor parallelism)."""
     return getattr(model, "tp_size", None) or 1
+
+
+def rows(module: Any, name: str) -> int | None:
+    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
+    weight is no matrix of floating numbers, such as a quantized one."""
+    weight = getattr(getattr(module, name, None), "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    # A DTensor has the shape of the whole.
+    return int(getattr(weight, "_local_tensor", weight).shape[0])
 
 
 def signature(model: nn.Module) -> str:

@@ -22,6 +22,7 @@ from mmaccel.core.memory.kv import CacheSlot, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.install import PromptHook
 from mmaccel.models.modules import normed
+from mmaccel.models.prompt_layout import windowed
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -146,6 +147,7 @@ def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
     return activation == "silu" and all(
         type(layer).__name__ in family.decoder_layers
         and getattr(layer.self_attn, "sliding_window", None) is None
+        and not windowed(layer.self_attn.config)
         and all(type(linear) is nn.Linear for some in _together(layer) for linear in some)
         and len({p.device for p in layer.parameters()}) == 1
         and all(len({one.bias is None for one in some}) == 1 for some in _together(layer))

@@ -17,7 +17,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
-from mmaccel.models.chat import Written, ids_of
+from mmaccel.models.chat import Written, ids_of, one_chat
 from mmaccel.models.loading import config_of, folder_of, read_json, reason_of, resolve
 from mmaccel.models.processor import Processor, styles
 
@@ -62,7 +62,7 @@ class StockProcessor(Processor):
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
         if self.video_token_id != TEXT:
             return super().template_ids(content)
-        text, special = self._written([{"role": "user", "content": list(content)}], {"video", "text"})
+        text, special = self._written(one_chat(content), {"video", "text"})
         before, after = (Written(part) for part in text.split(self.video_token or "", 1))
         before.plain = after.plain = text.plain
         ids = ids_of(self.tokenizer, before, add_special_tokens=special)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 import mmaccel
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "remote_video.py"
@@ -91,6 +92,12 @@ def asked(frames: int = 40) -> tuple[Tensor, Tensor]:
     ids = torch.randint(3, 180, (1, 14), generator=generator)
     ids[0, 5] = -200
     return ids, torch.randn(frames, 3, 14, 14, generator=generator)
+
+
+def test_streams_are_refused(script: ModuleType, remote: Any) -> None:
+    model = script.wrap(remote)
+    with pytest.raises(RecipeError, match=r"kv 'rekv': .* by code of their own"):
+        mmaccel.accelerate(model, kv="rekv")
 
 
 def test_it_says_what_their_code_says(script: ModuleType, remote: Any) -> None:

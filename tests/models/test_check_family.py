@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ import mmaccel
 from mmaccel.core.adapter import ConfigOnlyModel
 from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError
+from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.models import deepstack, generic
+from mmaccel.models import deepstack, generic, step, tiny
 from mmaccel.models.generic import Generic, Other
+from mmaccel.models.prompt_layout import in_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
 from mmaccel.policies.sparse import a_shape, grid
@@ -97,6 +100,15 @@ def test_a_pattern_that_lists_other_pairs_is_found(name: str, monkeypatch: pytes
         mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
 
 
+def test_a_pattern_in_one_layer_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ForwardPass._plan
+    monkeypatch.setattr(
+        ForwardPass, "_plan", lambda self, layer, *given: None if layer else plan(self, layer, *given)
+    )
+    with pytest.raises(ModelError, match="a_shape: it does not act in layers"):
+        mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, said = FAULTS[fault]
@@ -133,6 +145,34 @@ def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) 
     assert ("prune fastv", True) in [(name, kept) for name, _, kept in rows]
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"), [("llava_next_video", "mistral"), ("internvl", "qwen2"), ("qwen2_5_vl", None)]
+)
+def test_windows_that_a_family_does_not_compute_are_refused(kind: str, text: str | None) -> None:
+    made = sampler(kind)
+    model = made.model()
+    config: Any = made.config() if text is None else copy.deepcopy(model.config)
+    own = config.text_config.to_dict() if text is None else {**tiny.TEXT, "model_type": text}
+    own = {**own, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    config.text_config = (
+        type(config.text_config)(**{**own, "layer_types": None})
+        if text is None
+        else transformers.CONFIG_MAPPING[text](**{k: v for k, v in own.items() if k != "model_type"})
+    )
+    model = made.kind(config).float().eval()
+    with pytest.raises(ModelError, match="sliding_window: layers of this model see its last 8 tokens alone"):
+        mmaccel.accelerate(model)
+    layers = model.get_decoder().layers
+    assert not step.known(layers, "silu", family_of(kind))
+    for one in {
+        id(x): x for x in (config.text_config, *(layer.self_attn.config for layer in layers))
+    }.values():
+        one.sliding_window, one.layer_types = None, None
+    for layer in layers:
+        layer.self_attn.sliding_window = None
+    assert step.known(layers, "silu", family_of(kind))
+
+
 def like_smolvlm(config: Any) -> Any:
     return SimpleNamespace(model_type="smolvlm", image_token_id=config.image_token_id)
 
@@ -142,3 +182,17 @@ def test_a_model_of_other_layers_is_refused(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
     with pytest.raises(ModelError, match=f"model type '{kind}' is not supported: "):
         family_of(kind).check(ConfigOnlyModel(config), Recipe())
+
+
+def test_a_time_has_five_characters() -> None:
+    times = {
+        0.0: "0.000",
+        9.25: "9.250",
+        12.5: "12.50",
+        100.0: "100.0",
+        999.96: "1000.",
+        1234.5: "1234.",
+        86400.0: "86400",
+    }
+    assert {time: in_seconds(time) for time in times} == times
+    assert all(len(in_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))

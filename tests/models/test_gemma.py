@@ -14,10 +14,10 @@ import transformers
 import mmaccel
 from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.prefill.masked import Images
 from mmaccel.models import gemma, sliding
-from mmaccel.models.runner import HFRunner
+from mmaccel.models.runner import HFRunner, unpadded
 from tests.models.tiny_random import batch, prompt, sampler
 
 KINDS = ("gemma3", "gemma4")
@@ -37,10 +37,16 @@ def tokens_of(model: Any, inputs: Any, count: int = 12, **more: Any) -> torch.Te
     return model.generate(**inputs, max_new_tokens=count, do_sample=False, **more)
 
 
+NARROW = gemma.Gemma3.sliding
 FAULTS = {
     "images": (Images, "of", lambda *a: None, "dense, a video"),
     "later": (Images, "uncut", lambda self, end: end, "in chunks"),
-    "windows": (gemma.Gemma3, "sliding", lambda *a: {}, "dense, text|dense, a video"),
+    "windows": (
+        gemma.Gemma3,
+        "sliding",
+        lambda *a: dict.fromkeys(NARROW(*a), 1 << 16),
+        "dense, text|dense, a video",
+    ),
 }
 
 
@@ -110,6 +116,76 @@ def test_batches_beams_and_chunks(built: Any) -> None:
         with mmaccel.accelerate(model, chunk=chunk):
             assert torch.equal(tokens_of(model, together), plain)
             assert torch.equal(tokens_of(model, together, num_beams=3), beams)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_5"])
+def test_a_draft_that_goes_back_farther_than_the_layers_is_refused(kind: str) -> None:
+    """The longest that is not refused ends in the plain answer."""
+    model: Any = sampler(kind).model()
+    model.generation_config.eos_token_id = None
+    with pytest.raises(RecipeError, match=r"rolls back up to 129 tokens and .* only 128"):
+        mmaccel.accelerate(model, draft={"name": "prompt_lookup", "window": 128})
+    inputs = prompt(kind, [("text", 9)])
+    inputs = {
+        name: x.repeat(1, 40) if x.shape == inputs["input_ids"].shape else x for name, x in inputs.items()
+    }
+    plain = tokens_of(model, inputs, 20)
+    with mmaccel.accelerate(model, draft={"name": "prompt_lookup", "window": 127}):
+        assert torch.equal(tokens_of(model, inputs, 20), plain)
+
+
+def test_streams_are_refused(built: Any) -> None:
+    kind, model = built
+    processor = sampler(kind).processor(model.config)
+    with pytest.raises(ModelError, match="window counts the tokens of a prompt"):
+        mmaccel.VideoSession(model, processor, None, kv="rekv")
+
+
+@torch.no_grad()
+def test_what_a_layer_gives_and_what_is_saved_of_a_model(built: Any) -> None:
+    """Keys of layers that hold all columns; the turning of keys, and a digest of layers that have keys."""
+    kind, model = built
+    family: Any = adapter_for(model)
+    with mmaccel.accelerate(model):
+        cache = model(**prompt(kind, [("text", 207)])).past_key_values
+        # The last sliding layer, and one whose keys are read again, let go later.
+        owners, narrow = family.owners(model), sorted(family.sliding(model))
+        narrow = [n for n in narrow[:-1] if owners.count(n) == 1]
+        assert narrow and cache.layers[1].keys.shape[2] == 207
+        assert all(cache.layers[n].keys is None and cache.layers[n].values is None for n in narrow)
+    assert family.fingerprint(model)["rope"]["rope_theta"] > 0
+    before = family.weights_digest(model)
+    other: Any = sampler(kind).model(seed=1)
+    assert before is not None and before != family.weights_digest(other)
+
+
+def test_a_session_refuses_it_too() -> None:
+    made = sampler("qwen3_5")
+    model = made.model()
+    draft = {"name": "prompt_lookup", "window": 128}
+    with pytest.raises(RecipeError, match=r"rolls back up to 129 tokens and .* only 128"):
+        mmaccel.VideoSession(model, made.processor(model.config), None, kv="full", draft=draft)
+
+
+@pytest.mark.parametrize("pieces", [[("image",)], [("video", 4)]])
+def test_drafts_in_batches_and_behind_padding(built: Any, pieces: Any) -> None:
+    """Images of one kind alone, and padding behind a prompt, go with the tokens that they are of."""
+    kind, model = built
+    alone = [prompt(kind, [("text", n), *pieces, ("text", 5)], seed=n) for n in (2, 9)]
+    together, one = batch(kind, alone), alone[0]
+    shape = one["input_ids"].shape
+    padded = {name: torch.nn.functional.pad(x, (0, 3)) if x.shape == shape else x for name, x in one.items()}
+    plain, answer = tokens_of(model, together), tokens_of(model, one)[:, shape[1] :]
+    with mmaccel.accelerate(model, draft={"name": "prompt_lookup", "in_batches": "always"}):
+        assert torch.equal(tokens_of(model, together), plain)
+        assert torch.equal(tokens_of(model, padded)[:, shape[1] + 3 :], answer)
+    assert int(unpadded(padded)[gemma_types(model)].sum()) == int(one[gemma_types(model)].sum())
+    assert unpadded(padded)[gemma_types(model)].shape == shape
+
+
+def gemma_types(model: Any) -> str:
+    family: Any = adapter_for(model)
+    return str(family.types)
 
 
 def test_patterns_act_on_layers_of_full_attention(built: Any) -> None:

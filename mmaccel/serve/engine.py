@@ -32,7 +32,7 @@ from mmaccel.serve import sources
 from mmaccel.serve.kept import Kept, KeptVideos
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
-from mmaccel.serve.settings import Refused, Settings
+from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.speech import Cutter, Speech
 from mmaccel.serve.turns import Turns
 
@@ -181,11 +181,16 @@ class Engine:
             return await threaded(partial(sources.fetch, url, kind, folder, self.settings))
 
     def read(
-        self, source: sources.Fetched, fps: float | None, frames: int | None, deadline: Deadline
+        self,
+        source: sources.Fetched,
+        fps: float | None,
+        frames: int | None,
+        deadline: Deadline,
+        limits: Limits | None = None,
     ) -> Video:
         """The frames of a video. Raises `Ended` when the deadline comes before they are decoded."""
         deadline.check()
-        limits = self.settings.limits
+        limits = limits or self.settings.limits
         return sources.video(source, self.processor, limits, fps, frames, lambda done, of: deadline.check())
 
     async def _done(self, asked: Asked, caller: str) -> Completion:
@@ -278,17 +283,20 @@ class Engine:
 
     def _content(self, asked: Asked) -> list[dict[str, Any]]:
         """The messages as `Processor.chat` takes them."""
-        left, request = iter(asked.fetched), asked.request
+        left, request, limits = iter(asked.fetched), asked.request, self.settings.limits
 
         def piece(part: Text | ImagePart | VideoPart) -> dict[str, Any]:
+            nonlocal limits
             if isinstance(part, Text):
                 return {"type": "text", "text": part.text}
             if isinstance(part, ImagePart):
-                return {"type": "image", "image": sources.image(next(left), self.settings.limits)}
-            return {
-                "type": "video",
-                "video": self.read(next(left), request.fps, request.frames, asked.deadline),
-            }
+                frames: Any = sources.image(next(left), limits)
+                found = {"type": "image", "image": frames}
+            else:
+                video = self.read(next(left), request.fps, request.frames, asked.deadline, limits)
+                frames, found = video.frames, {"type": "video", "video": video}
+            limits = replace(limits, decoded_bytes=limits.decoded_bytes - frames.nbytes)
+            return found
 
         roles = {"developer": "system"}
         return [

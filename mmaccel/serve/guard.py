@@ -123,13 +123,16 @@ class Guard:
 
     def _check_page(self, headers: Headers) -> None:
         """Refuse what another site's page sends from a user's browser, to an address or a name that leads here."""
-        host = headers.get("host", "")
-        if not self._settings.keys and not is_loopback(urllib.parse.urlsplit(f"//{host}").hostname or ""):
+        host, origin = headers.get("host", ""), headers.get("origin")
+        try:
+            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+            own = origin is None or urllib.parse.urlsplit(origin).netloc == host
+        except ValueError:
+            raise Refused(400, "the Host or Origin of the request is no address.") from None
+        if not self._settings.keys and not is_loopback(name):
             raise Refused(
                 403, "this server answers to localhost alone; for other names start it with --keys."
             )
-        origin = headers.get("origin")
-        own = origin is None or urllib.parse.urlsplit(origin).netloc == host
         if not own and origin not in self._settings.origins:
             raise Refused(403, "this server does not answer pages of that origin (--origin).")
 

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,21 +32,20 @@ class Pictures:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._numbers: list[int] = []
-        self._files: list[bytes] = []
+        self._files: list[tuple[int, bytes]] = []  # read while another thread adds
 
     def add(self, first: int, frames: Tensor) -> None:
         """Frames [T, 3, H, W], numbered from `first` on."""
         for number, frame in enumerate(frames, first):
-            self._numbers.append(number)
-            self._files.append(write_jpeg(frame, SIDE))
-            if len(self._numbers) > self._most:
-                del self._numbers[1::2], self._files[1::2]
+            self._files.append((number, write_jpeg(frame, SIDE)))
+            if len(self._files) > self._most:
+                self._files = self._files[::2]
 
     def at(self, number: int) -> bytes | None:
         """The picture of a frame, or of the last one before it that is kept."""
-        place = bisect.bisect_right(self._numbers, number)
-        return self._files[place - 1] if place else None
+        files = self._files
+        place = bisect.bisect_right(files, number, key=itemgetter(0))
+        return files[place - 1][1] if place else None
 
 
 class Kept:

@@ -29,10 +29,12 @@ class Limits:
     body_bytes      of a request; `bodies_bytes` of all that are under way; `body_seconds` in which one must come
     source_bytes    of a video or an image; `source_seconds` in which an address must give it, after `redirects` at most
     frames          of a video, or in one call of a stream; `visuals` videos and images of a request
-    pixels          of a frame; `video_seconds` of a video
+    pixels          of a frame; `video_seconds` of a video; `decoded_bytes` of the frames of a request together
     text            characters of all messages; `new_tokens` of an answer; `seconds` that a request may take
     at_once         requests that the model works on; `waiting` for their turn; `fetching` sources of one caller
     sessions        streams of all callers; `own_sessions` of one; they close after `idle_seconds` without a request
+    memory_bytes    of the memories of all streams, on all devices and disks; `sockets` of one caller, with messages of
+                    `message_bytes`
     kept            videos whose memory is kept for the next question, of `kept_bytes` in all
     thumbnails      small pictures kept of one stream
     """
@@ -47,6 +49,7 @@ class Limits:
     visuals: int = 64
     pixels: int = 1 << 24
     video_seconds: float = 4 * 3600.0
+    decoded_bytes: int = 4 << 30
     text: int = 1 << 17
     new_tokens: int = 4096
     seconds: float = 600.0
@@ -56,6 +59,9 @@ class Limits:
     sessions: int = 64
     own_sessions: int = 16
     idle_seconds: float = 3600.0
+    memory_bytes: int = 64 << 30
+    sockets: int = 32
+    message_bytes: int = 32 << 20
     kept: int = 4
     kept_bytes: int = 8 << 30
     thumbnails: int = 8192

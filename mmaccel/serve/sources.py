@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import io
 import ipaddress
 import os
 import re
@@ -12,7 +13,7 @@ import socket
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -222,13 +223,31 @@ def download(url: str, settings: Settings) -> Iterable[bytes]:
 _HEADERS = [("User-Agent", "mmaccel"), ("Accept", "*/*"), ("Accept-Encoding", "identity")]
 
 
+def decoded_bytes(data: bytes) -> int:
+    """What a picture takes once it is decoded, as its header tells it; 0 for what `read_image` refuses."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(io.BytesIO(data)) as picture:
+            return int(3 * picture.width * picture.height)
+    except Exception:  # whatever a file that is none makes of the reader
+        return 0
+
+
+def check_room(size: int, limits: Limits) -> None:
+    """Raise `Refused` for frames of more bytes than a request may have."""
+    if size > limits.decoded_bytes:
+        raise Refused(413, f"the frames have more than {limits.decoded_bytes} bytes decoded; give fewer.")
+
+
 def image(source: Fetched, limits: Limits) -> Tensor:
     """uint8 [3, H, W] of an image."""
-    return read_image(source.data[0], limits.pixels)
+    return frames_of(source.data, limits)[0]
 
 
-def frames_of(data: Iterable[bytes], limits: Limits) -> Tensor:
-    """uint8 [T, 3, H, W] of encoded frames, all of one size."""
+def frames_of(data: Sequence[bytes], limits: Limits) -> Tensor:
+    """uint8 [T, 3, H, W] of encoded frames, all of one size. Raises `Refused` before any is decoded."""
+    check_room(sum(map(decoded_bytes, data)), limits)
     pictures = [read_image(one, limits.pixels) for one in data]
     sizes = {tuple(one.shape) for one in pictures}
     if len(sizes) != 1:
@@ -266,4 +285,5 @@ def video(
         taken = take(processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how)
     except VideoError as error:
         raise VideoError(str(error).replace(path, "the video")) from error
+    check_room(taken.frames.nbytes, limits)
     return taken

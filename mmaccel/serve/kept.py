@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.live import AsyncVideoSession
+from mmaccel.core.streams.live import AsyncVideoSession, threaded
 from mmaccel.media.video import write_jpeg
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits
@@ -55,6 +55,13 @@ class Kept:
         self.recipe, self.pictures = recipe, Pictures(limits.thumbnails)
         self.session = AsyncVideoSession(model, processor, recipe)
         self.users = 0
+        self.asking = asyncio.Lock()
+        self.counters: dict[str, float] = {}
+
+    async def count(self) -> dict[str, float]:
+        """Read `counters` anew; in a thread, for that is done between two passes of the model."""
+        self.counters = await threaded(self.session.counters)
+        return self.counters
 
     def told(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
         """JSON-ready evidence, what weighs most first, with a picture of each as a data: address."""
@@ -66,8 +73,8 @@ class Kept:
         return told
 
     def bytes(self) -> int:
-        """What its memory holds."""
-        return int(self.session.counters().get("bytes", 0))
+        """What its memory holds on the device, the host and the disk, as last counted."""
+        return int(sum(self.counters.get(name, 0) for name in ("bytes", "host_bytes", "host_disk_bytes")))
 
 
 class KeptVideos:
@@ -103,7 +110,8 @@ class KeptVideos:
         try:
             kept = await make()
         except BaseException:
-            self._videos.pop(key, None)
+            if self._videos.get(key) is mine:
+                del self._videos[key]
             mine.cancel()
             raise
         mine.set_result(kept)
@@ -119,16 +127,18 @@ class KeptVideos:
 
     async def shrink(self, most: int) -> int:
         """Close what is over `most` or the cap in bytes, and not in use; gives how many."""
-        whole, closed = self._whole(), 0
-        held = sum(one.bytes() for one in whole.values())
+        whole, closed = self._whole(), list[Kept]()
+        held = self.bytes()
         for key, one in whole.items():
-            if len(whole) - closed <= most and held <= self._limits.kept_bytes:
+            if len(whole) - len(closed) <= most and held <= self._limits.kept_bytes:
                 break
-            if not one.users and self._videos.pop(key, None) is not None:
-                closed, held = closed + 1, held - one.bytes()
-                await one.session.close()
+            if not one.users:
+                del self._videos[key]  # before anything is awaited: what `whole` says still holds
+                closed, held = [*closed, one], held - one.bytes()
         self._metrics.kept.set(len(self._videos))
-        return closed
+        for one in closed:
+            await one.session.close()
+        return len(closed)
 
     async def close(self) -> None:
         """Close all."""

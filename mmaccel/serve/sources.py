@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ import httpcore2
 import torch
 from torch import Tensor
 
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import MmaccelError, VideoError, shown
 from mmaccel.media.container import Source
 from mmaccel.media.video import Video, read_image
@@ -46,13 +47,16 @@ class Fetched:
     digest: str
     path: Path | None = None
     data: tuple[bytes, ...] = ()
+    size: int = 0  # bytes that were stored for it
 
 
-def fetch(url: str, kind: Kind, folder: Path, settings: Settings) -> Fetched:
-    """What stands at `url`, a file of `folder` where it is not one already. Raises `Refused` or `VideoError`."""
+def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> Fetched:
+    """What stands at `url`, a file of `folder` where it is not one already. Raises `Refused`, `VideoError` or `Ended`."""
     scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
+    if kind == "image":
+        limits = replace(limits, source_bytes=min(limits.source_bytes, limits.image_bytes))
     if scheme == "data":
-        return _data(url, kind, folder, limits)
+        return _data(url, kind, folder, limits, deadline)
     if scheme == "file":
         path = _local(url, settings)
         if kind == "image":
@@ -63,7 +67,7 @@ def fetch(url: str, kind: Kind, folder: Path, settings: Settings) -> Fetched:
         facts = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
         return Fetched(kind, hashlib.sha256(facts.encode()).hexdigest(), path)
     if scheme in ("http", "https"):
-        return _stored(download(url, settings), kind, folder, limits)
+        return _stored(download(url, settings), kind, folder, limits, deadline)
     raise VideoError(f"{kind}_url: {shown(url)} is no http:, https:, data: or file: address; give one.")
 
 
@@ -71,7 +75,7 @@ def _image(data: bytes) -> Fetched:
     return Fetched("image", hashlib.sha256(data).hexdigest(), data=(data,))
 
 
-def _data(url: str, kind: Kind, folder: Path, limits: Limits) -> Fetched:
+def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline) -> Fetched:
     if kind == "video" and (begin := FRAMES.match(url)):
         pieces = url[begin.end() :].split(",", limits.frames)
         if len(pieces) > limits.frames:
@@ -83,31 +87,32 @@ def _data(url: str, kind: Kind, folder: Path, limits: Limits) -> Fetched:
     begin = DATA.match(url)
     if begin is None:
         raise VideoError(f"{kind}_url: it is no data:{kind}/...;base64, address; give one.")
-    return _stored([decoded(url[begin.end() :])], kind, folder, limits)
+    return _stored([decoded(url[begin.end() :])], kind, folder, limits, deadline)
 
 
 def decoded(text: str) -> bytes:
-    """The bytes of a base64 text. Raises `VideoError`."""
+    """The bytes of base64, or of a data: address of it. Raises `VideoError`."""
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(text.partition(",")[2] if text[:5] == "data:" else text, validate=True)
     except (binascii.Error, ValueError):
         raise VideoError("the data is not base64; encode it so.") from None
 
 
-def _stored(blocks: Iterable[bytes], kind: Kind, folder: Path, limits: Limits) -> Fetched:
+def _stored(blocks: Iterable[bytes], kind: Kind, folder: Path, limits: Limits, deadline: Deadline) -> Fetched:
     """The blocks as a file of `folder`, or as the bytes of an image."""
     digest, size = hashlib.sha256(), 0
     number, name = tempfile.mkstemp(dir=folder)
     with os.fdopen(number, "wb") as file:
         for block in blocks:
+            deadline.check()
             size += len(block)
             if size > limits.source_bytes:
                 raise Refused(413, f"the {kind} has more than {limits.source_bytes} bytes; make it smaller.")
             digest.update(block)
             file.write(block)
     if kind == "image":
-        return _image(Path(name).read_bytes())
-    return Fetched(kind, digest.hexdigest(), Path(name))
+        return replace(_image(Path(name).read_bytes()), size=size)
+    return Fetched(kind, digest.hexdigest(), Path(name), size=size)
 
 
 def _local(url: str, settings: Settings) -> Path:
@@ -223,15 +228,15 @@ def download(url: str, settings: Settings) -> Iterable[bytes]:
 _HEADERS = [("User-Agent", "mmaccel"), ("Accept", "*/*"), ("Accept-Encoding", "identity")]
 
 
-def decoded_bytes(data: bytes) -> int:
-    """What a picture takes once it is decoded, as its header tells it; 0 for what `read_image` refuses."""
+def size_of(data: bytes) -> tuple[int, int]:
+    """Width and height of a picture, as its header tells them; 0 for what `read_image` refuses."""
     import PIL.Image
 
     try:
         with PIL.Image.open(io.BytesIO(data)) as picture:
-            return int(3 * picture.width * picture.height)
+            return picture.size
     except Exception:  # whatever a file that is none makes of the reader
-        return 0
+        return 0, 0
 
 
 def check_room(size: int, limits: Limits) -> None:
@@ -247,7 +252,7 @@ def image(source: Fetched, limits: Limits) -> Tensor:
 
 def frames_of(data: Sequence[bytes], limits: Limits) -> Tensor:
     """uint8 [T, 3, H, W] of encoded frames, all of one size. Raises `Refused` before any is decoded."""
-    check_room(sum(map(decoded_bytes, data)), limits)
+    check_room(sum(3 * width * height for width, height in map(size_of, data)), limits)
     pictures = [read_image(one, limits.pixels) for one in data]
     sizes = {tuple(one.shape) for one in pictures}
     if len(sizes) != 1:

@@ -9,11 +9,10 @@ from typing import Any
 import PIL.Image
 import pytest
 
-from mmaccel.core.decoding.generate import Deadline
 from mmaccel.serve import sources
 from mmaccel.serve.kept import Pictures
-from mmaccel.serve.settings import Limits, Refused, Settings
-from tests.serve.conftest import Served, frames_url, running, text, video
+from mmaccel.serve.settings import Limits, Settings
+from tests.serve.conftest import Served, running, text, video
 
 CHAT, SESSIONS = "/v1/chat/completions", "/v1/streaming/sessions"
 

@@ -272,8 +272,9 @@ class VideoSession(Intake):
         return self._live.info.times[-1] if self._live is not None and self._live.info.times else 0.0
 
     def counters(self) -> dict[str, float]:
-        """Figures of the memory."""
-        return {} if self._live is None else self._live.counters()
+        """Figures of the memory, between two passes of the model."""
+        with self._stream_adapter.turns.holding():
+            return {} if self._live is None else self._live.counters()
 
     def report(self) -> Report:
         """What is in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.
@@ -297,7 +298,8 @@ class VideoSession(Intake):
 
         Entries are equal parts of the steps of time that `shown` lists.
         """
-        return {} if self._live is None else self._live.state.clusters()
+        with self._stream_adapter.turns.holding():
+            return {} if self._live is None else self._live.state.clusters()
 
     @property
     def shown(self) -> list[float]:

@@ -174,11 +174,11 @@ class Engine:
         for part in (part for message in request.messages for part in message.parts()):
             if isinstance(part, Text):
                 continue
-            is_video = isinstance(part, VideoPart)
-            url, kind = (part.video_url.url, "video") if is_video else (part.image_url.url, "image")
+            address = part.video_url if isinstance(part, VideoPart) else part.image_url
+            kind: sources.Kind = "video" if isinstance(part, VideoPart) else "image"
             left = limits.source_bytes - sum(one.size for one in found)
             how = replace(self.settings, limits=replace(limits, source_bytes=left))
-            found.append(await self.fetch(url, kind, caller, folder, deadline, how))
+            found.append(await self.fetch(address.url, kind, caller, folder, deadline, how))
         return found
 
     async def fetch(

@@ -30,7 +30,8 @@ class AsyncReply(AsyncIterator[str]):
 
     def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
         self.answer: Answer | None = None
-        self._deadline, loop = deadline, asyncio.get_running_loop()
+        self._deadline = deadline
+        loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
 
         # Neither holds `self`, so that an answer nobody reads is collected, and ends.

@@ -13,7 +13,8 @@ import socket
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -67,7 +68,8 @@ def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Dead
         facts = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
         return Fetched(kind, hashlib.sha256(facts.encode()).hexdigest(), path)
     if scheme in ("http", "https"):
-        return _stored(download(url, settings), kind, folder, limits, deadline)
+        with closing(download(url, settings)) as blocks:  # at once, also where a block is refused
+            return _stored(blocks, kind, folder, limits, deadline)
     raise VideoError(f"{kind}_url: {shown(url)} is no http:, https:, data: or file: address; give one.")
 
 
@@ -193,7 +195,7 @@ def is_public(address: str) -> bool:
     return one.is_global and not one.is_multicast and not one.is_reserved and not one.is_unspecified
 
 
-def download(url: str, settings: Settings) -> Iterable[bytes]:
+def download(url: str, settings: Settings) -> Generator[bytes, None, None]:
     """The blocks of a file at an http address. Raises `Refused` or `VideoError`."""
     limits = settings.limits
     end = time.monotonic() + limits.source_seconds

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import urllib.parse
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mmaccel.core.decoding.generate import Ended
+from mmaccel.core.errors import MmaccelError
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Refused, Settings, is_loopback
 
+log = logging.getLogger("mmaccel.serve")
 CHECK_S = 0.5
 """Seconds between two looks at whether a client is still there."""
 Done = TypeVar("Done")
@@ -172,3 +177,15 @@ def sentence(error: Any) -> tuple[str, str]:
     first = error.errors()[0]
     field = ".".join(str(one) for one in first["loc"] if one != "body") or "the body"
     return f"{field[:100]}: {str(first['msg'])[:200].rstrip('.').lower()}.", field[:100]
+
+
+def said(error: BaseException) -> str:
+    """What a client is told of an error; the log has those that are the server's own."""
+    if isinstance(error, ValidationError):
+        return sentence(error)[0]
+    if isinstance(error, MmaccelError):
+        return str(error)
+    if isinstance(error, Ended):
+        return "the time of the request is over; ask for less."
+    log.error("the server failed", exc_info=error)
+    return "the server failed; its log says why."

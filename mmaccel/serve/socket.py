@@ -13,9 +13,10 @@ from starlette.websockets import WebSocketDisconnect
 
 from mmaccel.core.streams.standing import Change, Standing
 from mmaccel.serve import sources
+from mmaccel.serve.guard import said
 from mmaccel.serve.messages import AskRequest, Seconds, Strict
 from mmaccel.serve.settings import Refused
-from mmaccel.serve.streams import CLIP, WAITING, Stream, Streams, facts, router, said
+from mmaccel.serve.streams import CLIP, WAITING, Stream, Streams, facts, router
 
 
 class KeyMessage(Strict):

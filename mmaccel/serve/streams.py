@@ -19,17 +19,16 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import ValidationError
 from torch import Tensor
 
-from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, ended_with, threaded
 from mmaccel.serve import sources
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import Client, sentence
+from mmaccel.serve.guard import Client, said
 from mmaccel.serve.kept import Kept
 from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
 from mmaccel.serve.settings import Refused
@@ -388,15 +387,3 @@ def named(folder: Path) -> Iterator[None]:
         yield
     except MmaccelError as error:
         raise Refused(400, str(error).replace(str(folder), folder.name)) from error
-
-
-def said(error: BaseException) -> str:
-    """What a client is told of an error; the log has those that are the server's own."""
-    if isinstance(error, ValidationError):
-        return sentence(error)[0]
-    if isinstance(error, MmaccelError):
-        return str(error)
-    if isinstance(error, Ended):
-        return "the time of the request is over; ask for less."
-    log.error("the server failed", exc_info=error)
-    return "the server failed; its log says why."

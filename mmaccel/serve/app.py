@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
@@ -21,7 +22,7 @@ from mmaccel.core.errors import MmaccelError
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.guard import Guard, problem, sentence
-from mmaccel.serve.settings import Refused
+from mmaccel.serve.settings import Refused, Settings
 
 log = logging.getLogger("mmaccel.serve")
 PAGE = Path(__file__).parent / "page"
@@ -61,6 +62,8 @@ def create_app(engine: Engine) -> FastAPI:
     _tell_errors(app, engine.settings.limits.seconds)
 
     app.add_middleware(Guard, settings=engine.settings, metrics=engine.metrics)
+    if origins := engine.settings.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -91,6 +94,16 @@ def _tell_errors(app: FastAPI, seconds: float) -> None:
         return problem(500, "the server failed; its log says why.")
 
 
+def connections(settings: Settings) -> dict[str, Any]:
+    """What uvicorn is told of connections. A message is not compressed: a small one could be large."""
+    sockets = {
+        "ws_max_size": settings.limits.message_bytes,
+        "ws_max_queue": 2,
+        "ws_per_message_deflate": False,
+    }
+    return {"server_header": False, "h11_max_incomplete_event_size": 1 << 16, **sockets}
+
+
 def run(engine: Engine) -> None:
     """Serve until the process is stopped."""
     import uvicorn
@@ -102,8 +115,6 @@ def run(engine: Engine) -> None:
         create_app(engine),
         host=settings.host,
         port=settings.port,
-        server_header=False,
-        ws_max_size=settings.limits.body_bytes,
         timeout_graceful_shutdown=10,
-        h11_max_incomplete_event_size=1 << 16,
+        **connections(settings),
     )

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from mmaccel.core.errors import MmaccelError
 from mmaccel.serve.engine import Completion, Engine
-from mmaccel.serve.guard import Client, caller
+from mmaccel.serve.guard import Client, caller, said
 from mmaccel.serve.messages import ChatRequest
 
 router = APIRouter(tags=["OpenAI"])
@@ -128,9 +127,6 @@ async def _events(
             yield f"data: {json.dumps(told)}\n\n"
         yield "data: [DONE]\n\n"
     except Exception as error:
-        message = str(error) if isinstance(error, MmaccelError) else "the server failed; its log says why."
-        yield f"data: {json.dumps({'error': {'message': message, 'type': 'server_error'}})}\n\n"
-        if not isinstance(error, MmaccelError):
-            raise
+        yield f"data: {json.dumps({'error': {'message': said(error), 'type': 'server_error'}})}\n\n"
     finally:
         task.cancel()

@@ -32,13 +32,15 @@ from mmaccel.serve import sources
 from mmaccel.serve.kept import Kept, KeptVideos
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
-from mmaccel.serve.settings import Refused, Settings
+from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.speech import Cutter, Speech
 from mmaccel.serve.turns import Turns
 
 log = logging.getLogger("mmaccel.serve")
 Put = Callable[[str], None]
 OUT_OF_MEMORY = "out_of_memory"
+CHECK_S = 0.1
+"""Seconds between two looks of a thread that waits at whether its request goes on."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Engine:
 
         name, most = self.recipe(request.model, request.mmaccel.recipe), self._checked(request)
         with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
-            fetched = await self._fetched(request, caller, Path(folder))
+            fetched = await self._fetched(request, caller, Path(folder), deadline)
             asked = Asked(request, name, fetched, most, told, deadline)
             async with self.turns.turn(caller):
                 try:
@@ -164,28 +166,46 @@ class Engine:
             raise Refused(400, f"max_tokens: {most} is more than the {limits.new_tokens} of this server.")
         return most
 
-    async def _fetched(self, request: ChatRequest, caller: str, folder: Path) -> list[sources.Fetched]:
-        """The sources of a request, in order."""
-        found = []
-        for message in request.messages:
-            for part in message.parts():
-                if isinstance(part, VideoPart):
-                    found.append(await self.fetch(part.video_url.url, "video", caller, folder))
-                elif isinstance(part, ImagePart):
-                    found.append(await self.fetch(part.image_url.url, "image", caller, folder))
+    async def _fetched(
+        self, request: ChatRequest, caller: str, folder: Path, deadline: Deadline
+    ) -> list[sources.Fetched]:
+        """The sources of a request, in order, which together have no more bytes than one may have."""
+        found, limits = list[sources.Fetched](), self.settings.limits
+        for part in (part for message in request.messages for part in message.parts()):
+            if isinstance(part, Text):
+                continue
+            address = part.video_url if isinstance(part, VideoPart) else part.image_url
+            kind: sources.Kind = "video" if isinstance(part, VideoPart) else "image"
+            left = limits.source_bytes - sum(one.size for one in found)
+            how = replace(self.settings, limits=replace(limits, source_bytes=left))
+            found.append(await self.fetch(address.url, kind, caller, folder, deadline, how))
         return found
 
-    async def fetch(self, url: str, kind: sources.Kind, caller: str, folder: Path) -> sources.Fetched:
-        """What stands at `url`; a caller has few sources under way."""
+    async def fetch(
+        self,
+        url: str,
+        kind: sources.Kind,
+        caller: str,
+        folder: Path,
+        deadline: Deadline,
+        settings: Settings | None = None,
+    ) -> sources.Fetched:
+        """What stands at `url`; a caller has few sources under way, and one that leaves ends its own first."""
+        work = partial(sources.fetch, url, kind, folder, settings or self.settings, deadline)
         async with self._fetching[caller]:
-            return await threaded(partial(sources.fetch, url, kind, folder, self.settings))
+            return await ended_with(threaded(work), deadline)
 
     def read(
-        self, source: sources.Fetched, fps: float | None, frames: int | None, deadline: Deadline
+        self,
+        source: sources.Fetched,
+        fps: float | None,
+        frames: int | None,
+        deadline: Deadline,
+        limits: Limits | None = None,
     ) -> Video:
         """The frames of a video. Raises `Ended` when the deadline comes before they are decoded."""
         deadline.check()
-        limits = self.settings.limits
+        limits = limits or self.settings.limits
         return sources.video(source, self.processor, limits, fps, frames, lambda done, of: deadline.check())
 
     async def _done(self, asked: Asked, caller: str) -> Completion:
@@ -224,6 +244,7 @@ class Engine:
             if await call(video, timeout=deadline.left()) < len(video):
                 raise Ended("timeout")
             await threaded(partial(kept.pictures.add, 0, video.frames))
+            await kept.count()
         except BaseException:
             await kept.session.close()
             raise
@@ -231,23 +252,23 @@ class Engine:
 
     async def _answered(self, kept: Kept, asked: Asked, question: str) -> Completion:
         wanted, cutter, text = asked.request.mmaccel, Cutter(asked.request.stops), ""
-        left = max(0.01, asked.deadline.left() or 0.0)
-        reply = kept.session.ask(question, asked.most, timeout=left, evidence=wanted.evidence)
-        async for piece in reply:
-            text += piece
-            if said := cutter.grown(text):
-                asked.put(said)
-            if cutter.stopped:
-                await reply.aclose()
-                break
+        async with kept.asking:  # a session reports on its last answer alone
+            left = max(0.01, asked.deadline.left() or 0.0)
+            reply = kept.session.ask(question, asked.most, timeout=left, evidence=wanted.evidence)
+            async for piece in reply:
+                text += piece
+                if said := cutter.grown(text):
+                    asked.put(said)
+                if cutter.stopped:
+                    await reply.aclose()
+                    break
+            answer = await reply
+            report = (await threaded(kept.session.report)).to_dict()
         if said := cutter.grown(text, whole=True):
             asked.put(said)
-        report, answer = kept.session.report().to_dict(), reply.answer
-        found = () if answer is None else answer.evidence
-        evidence = kept.told(found, wanted.thumbnails) if wanted.evidence else None
-        new = report["new_tokens"] if answer is None else len(answer.ids)
-        reason = "stop" if answer is None else answer.finish_reason
-        rows = report["prompt_tokens"]
+        evidence = kept.told(answer.evidence, wanted.thumbnails) if wanted.evidence else None
+        reason = "stop" if cutter.stopped else answer.finish_reason
+        rows, new = report["prompt_tokens"], len(answer.ids)
         return Completion(cutter.said, reason, rows, new, asked.recipe, report, evidence)
 
     # All others.
@@ -258,8 +279,8 @@ class Engine:
         deadline.check()
         how = {"max_new_tokens": asked.most, "max_time": deadline.left(), **request.options()}
         # Random numbers are the process's own: one draws at a time, and a seed gives the same again.
-        drawing = nullcontext() if request.greedy else self._drawing
-        with self._copy_of(asked.recipe) as fast, drawing, torch.no_grad():
+        drawing = nullcontext() if request.greedy else self._draws(deadline)
+        with drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
             if request.seed is not None:
                 torch.manual_seed(request.seed)
             fast.generate(**inputs, streamer=speech, stopping_criteria=[speech.ended], **how)
@@ -278,17 +299,20 @@ class Engine:
 
     def _content(self, asked: Asked) -> list[dict[str, Any]]:
         """The messages as `Processor.chat` takes them."""
-        left, request = iter(asked.fetched), asked.request
+        left, request, limits = iter(asked.fetched), asked.request, self.settings.limits
 
         def piece(part: Text | ImagePart | VideoPart) -> dict[str, Any]:
+            nonlocal limits
             if isinstance(part, Text):
                 return {"type": "text", "text": part.text}
             if isinstance(part, ImagePart):
-                return {"type": "image", "image": sources.image(next(left), self.settings.limits)}
-            return {
-                "type": "video",
-                "video": self.read(next(left), request.fps, request.frames, asked.deadline),
-            }
+                frames: Any = sources.image(next(left), limits)
+                found = {"type": "image", "image": frames}
+            else:
+                video = self.read(next(left), request.fps, request.frames, asked.deadline, limits)
+                frames, found = video.frames, {"type": "video", "video": video}
+            limits = replace(limits, decoded_bytes=limits.decoded_bytes - frames.nbytes)
+            return found
 
         roles = {"developer": "system"}
         return [
@@ -297,18 +321,34 @@ class Engine:
         ]
 
     @contextmanager
-    def _copy_of(self, name: str) -> Iterator[Accelerated]:
-        """The model under a recipe, for one call. A recipe has as many copies as calls run at once; with a draft, one."""
+    def _draws(self, deadline: Deadline) -> Iterator[None]:
+        while not self._drawing.acquire(timeout=CHECK_S):
+            deadline.check()
+        try:
+            yield
+        finally:
+            self._drawing.release()
+
+    @contextmanager
+    def _copy_of(self, name: str, deadline: Deadline) -> Iterator[Accelerated]:
+        """The model under a recipe, for one call. A recipe has as many copies as calls run at once; with a draft, one.
+        Raises `Ended` where none is free by the deadline."""
         recipe, idle = self.recipes[name], self._idle[name]
         most = 1 if recipe.draft.active else self.settings.limits.at_once
-        with self._making:
-            if make := idle.empty() and self._made[name] < most:
-                self._made[name] += 1
-        try:
-            fast = accelerate(sharing(self._still), recipe) if make else idle.get()
-        except BaseException:
-            self._made[name] -= make
-            raise
+        fast = None
+        while fast is None:
+            deadline.check()
+            with self._making:
+                make = idle.empty() and self._made[name] < most
+                self._made[name] += make
+            try:
+                fast = accelerate(sharing(self._still), recipe) if make else idle.get(timeout=CHECK_S)
+            except queue.Empty:
+                continue  # the one that was being made may have failed
+            except BaseException:
+                with self._making:
+                    self._made[name] -= make
+                raise
         try:
             yield fast
         finally:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import urllib.parse
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mmaccel.core.decoding.generate import Ended
+from mmaccel.core.errors import MmaccelError
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Refused, Settings, is_loopback
 
+log = logging.getLogger("mmaccel.serve")
 CHECK_S = 0.5
 """Seconds between two looks at whether a client is still there."""
 Done = TypeVar("Done")
@@ -123,13 +128,16 @@ class Guard:
 
     def _check_page(self, headers: Headers) -> None:
         """Refuse what another site's page sends from a user's browser, to an address or a name that leads here."""
-        host = headers.get("host", "")
-        if not self._settings.keys and not is_loopback(urllib.parse.urlsplit(f"//{host}").hostname or ""):
+        host, origin = headers.get("host", ""), headers.get("origin")
+        try:
+            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+            own = origin is None or urllib.parse.urlsplit(origin).netloc == host
+        except ValueError:
+            raise Refused(400, "the Host or Origin of the request is no address.") from None
+        if not self._settings.keys and not is_loopback(name):
             raise Refused(
                 403, "this server answers to localhost alone; for other names start it with --keys."
             )
-        origin = headers.get("origin")
-        own = origin is None or urllib.parse.urlsplit(origin).netloc == host
         if not own and origin not in self._settings.origins:
             raise Refused(403, "this server does not answer pages of that origin (--origin).")
 
@@ -169,3 +177,15 @@ def sentence(error: Any) -> tuple[str, str]:
     first = error.errors()[0]
     field = ".".join(str(one) for one in first["loc"] if one != "body") or "the body"
     return f"{field[:100]}: {str(first['msg'])[:200].rstrip('.').lower()}.", field[:100]
+
+
+def said(error: BaseException) -> str:
+    """What a client is told of an error; the log has those that are the server's own."""
+    if isinstance(error, ValidationError):
+        return sentence(error)[0]
+    if isinstance(error, MmaccelError):
+        return str(error)
+    if isinstance(error, Ended):
+        return "the time of the request is over; ask for less."
+    log.error("the server failed", exc_info=error)
+    return "the server failed; its log says why."

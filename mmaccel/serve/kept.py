@@ -9,13 +9,14 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.live import AsyncVideoSession
+from mmaccel.core.streams.live import AsyncVideoSession, threaded
 from mmaccel.media.video import write_jpeg
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits
@@ -31,21 +32,20 @@ class Pictures:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._numbers: list[int] = []
-        self._files: list[bytes] = []
+        self._files: list[tuple[int, bytes]] = []  # read while another thread adds
 
     def add(self, first: int, frames: Tensor) -> None:
         """Frames [T, 3, H, W], numbered from `first` on."""
         for number, frame in enumerate(frames, first):
-            self._numbers.append(number)
-            self._files.append(write_jpeg(frame, SIDE))
-            if len(self._numbers) > self._most:
-                del self._numbers[1::2], self._files[1::2]
+            self._files.append((number, write_jpeg(frame, SIDE)))
+            if len(self._files) > self._most:
+                self._files = self._files[::2]
 
     def at(self, number: int) -> bytes | None:
         """The picture of a frame, or of the last one before it that is kept."""
-        place = bisect.bisect_right(self._numbers, number)
-        return self._files[place - 1] if place else None
+        files = self._files
+        place = bisect.bisect_right(files, number, key=itemgetter(0))
+        return files[place - 1][1] if place else None
 
 
 class Kept:
@@ -55,6 +55,13 @@ class Kept:
         self.recipe, self.pictures = recipe, Pictures(limits.thumbnails)
         self.session = AsyncVideoSession(model, processor, recipe)
         self.users = 0
+        self.asking = asyncio.Lock()
+        self.counters: dict[str, float] = {}
+
+    async def count(self) -> dict[str, float]:
+        """Read `counters` anew; in a thread, for that is done between two passes of the model."""
+        self.counters = await threaded(self.session.counters)
+        return self.counters
 
     def told(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
         """JSON-ready evidence, what weighs most first, with a picture of each as a data: address."""
@@ -66,8 +73,8 @@ class Kept:
         return told
 
     def bytes(self) -> int:
-        """What its memory holds."""
-        return int(self.session.counters().get("bytes", 0))
+        """What its memory holds on the device, the host and the disk, as last counted."""
+        return int(sum(self.counters.get(name, 0) for name in ("bytes", "host_bytes", "host_disk_bytes")))
 
 
 class KeptVideos:
@@ -103,7 +110,8 @@ class KeptVideos:
         try:
             kept = await make()
         except BaseException:
-            self._videos.pop(key, None)
+            if self._videos.get(key) is mine:
+                del self._videos[key]
             mine.cancel()
             raise
         mine.set_result(kept)
@@ -119,16 +127,18 @@ class KeptVideos:
 
     async def shrink(self, most: int) -> int:
         """Close what is over `most` or the cap in bytes, and not in use; gives how many."""
-        whole, closed = self._whole(), 0
-        held = sum(one.bytes() for one in whole.values())
+        whole, closed = self._whole(), list[Kept]()
+        held = self.bytes()
         for key, one in whole.items():
-            if len(whole) - closed <= most and held <= self._limits.kept_bytes:
+            if len(whole) - len(closed) <= most and held <= self._limits.kept_bytes:
                 break
-            if not one.users and self._videos.pop(key, None) is not None:
-                closed, held = closed + 1, held - one.bytes()
-                await one.session.close()
+            if not one.users:
+                del self._videos[key]  # before anything is awaited: what `whole` says still holds
+                closed, held = [*closed, one], held - one.bytes()
         self._metrics.kept.set(len(self._videos))
-        return closed
+        for one in closed:
+            await one.session.close()
+        return len(closed)
 
     async def close(self) -> None:
         """Close all."""

@@ -27,12 +27,16 @@ class Limits:
     """Caps on what one request, one caller and all of them take.
 
     body_bytes      of a request; `bodies_bytes` of all that are under way; `body_seconds` in which one must come
-    source_bytes    of a video or an image; `source_seconds` in which an address must give it, after `redirects` at most
+    source_bytes    of the videos and images of a request; `image_bytes` of an image; `source_seconds` in which an address
+                    must give one, after `redirects` at most
     frames          of a video, or in one call of a stream; `visuals` videos and images of a request
-    pixels          of a frame; `video_seconds` of a video
+    pixels          of a frame; `video_seconds` of a video; `decoded_bytes` of the frames of a request together
     text            characters of all messages; `new_tokens` of an answer; `seconds` that a request may take
     at_once         requests that the model works on; `waiting` for their turn; `fetching` sources of one caller
     sessions        streams of all callers; `own_sessions` of one; they close after `idle_seconds` without a request
+    memory_bytes    of the memories of all streams, on all devices and disks; `saves` of one caller, of `saved_bytes`
+    sockets         of one caller; a message, and the frames that wait, have at most `message_bytes`
+    calls           questions, and calls with frames, of one caller's streams at work; more wait
     kept            videos whose memory is kept for the next question, of `kept_bytes` in all
     thumbnails      small pictures kept of one stream
     """
@@ -41,12 +45,14 @@ class Limits:
     bodies_bytes: int = 2 << 30
     body_seconds: float = 60.0
     source_bytes: int = 1 << 30
+    image_bytes: int = 64 << 20
     source_seconds: float = 60.0
     redirects: int = 3
     frames: int = 4096
     visuals: int = 64
     pixels: int = 1 << 24
     video_seconds: float = 4 * 3600.0
+    decoded_bytes: int = 4 << 30
     text: int = 1 << 17
     new_tokens: int = 4096
     seconds: float = 600.0
@@ -56,6 +62,12 @@ class Limits:
     sessions: int = 64
     own_sessions: int = 16
     idle_seconds: float = 3600.0
+    calls: int = 32
+    memory_bytes: int = 64 << 30
+    saves: int = 64
+    saved_bytes: int = 64 << 30
+    sockets: int = 32
+    message_bytes: int = 32 << 20
     kept: int = 4
     kept_bytes: int = 8 << 30
     thumbnails: int = 8192

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections import deque
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -13,11 +13,10 @@ from starlette.websockets import WebSocketDisconnect
 
 from mmaccel.core.streams.standing import Change, Standing
 from mmaccel.serve import sources
+from mmaccel.serve.guard import said
 from mmaccel.serve.messages import AskRequest, Seconds, Strict
 from mmaccel.serve.settings import Refused
-from mmaccel.serve.streams import CLIP, WAITING, Stream, Streams, facts, router, said
-
-log = logging.getLogger("mmaccel.serve")
+from mmaccel.serve.streams import CLIP, WAITING, Stream, Streams, facts, router
 
 
 class KeyMessage(Strict):
@@ -76,27 +75,29 @@ async def socket(websocket: WebSocket, number: str) -> None:
     `delta` (id, text), `evidence` (id, the moments), `answer` (id, the whole).
     """
     streams: Streams = websocket.app.state.streams
-    await websocket.accept()
+    asks = websocket.state.caller
     try:
-        asks = websocket.state.caller
         if asks is None:
-            first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), 10))
-            asks = streams.engine.settings.caller(first.key) if isinstance(first, KeyMessage) else None
-        stream = streams.get(number, asks)
+            with streams.socket(None):
+                await websocket.accept()
+                first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), 10))
+                asks = streams.engine.settings.caller(first.key) if isinstance(first, KeyMessage) else None
+            stream = streams.get(number, asks)
+        else:
+            await websocket.accept()
+            stream = streams.get(number, asks)
+        with streams.socket(asks):
+            talk = Talk(websocket, streams, stream)
+            try:
+                async with stream.in_use():
+                    await talk.listen()
+            finally:
+                await talk.close()
     except WebSocketDisconnect:
         return
     except Exception as error:
         with suppress(RuntimeError):
             await websocket.close(1008, said(error)[:120])
-        return
-    talk = Talk(websocket, streams, stream)
-    try:
-        async with stream.in_use():
-            await talk.listen()
-    except WebSocketDisconnect:
-        pass
-    finally:
-        await talk.close()
 
 
 class Talk:
@@ -104,7 +105,8 @@ class Talk:
 
     def __init__(self, websocket: WebSocket, streams: Streams, stream: Stream) -> None:
         self._socket, self._streams, self._stream = websocket, streams, stream
-        self._frames: asyncio.Queue[tuple[bytes, float | None]] = asyncio.Queue(WAITING)
+        self._frames = deque[tuple[bytes, float | None]]()
+        self._came = asyncio.Event()
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._standing: dict[str, Standing] = {}
         self._writing, self._dropped = asyncio.Lock(), 0
@@ -128,14 +130,14 @@ class Talk:
             return await self._frame(data, None)
         heard = Incoming.validate_json(message.get("text") or "")
         if isinstance(heard, FrameMessage):
-            data = heard.data.partition(",")[2] if heard.data.startswith("data:") else heard.data
-            await self._frame(sources.decoded(data), heard.time)
+            await self._frame(await asyncio.to_thread(sources.decoded, heard.data), heard.time)
         elif isinstance(heard, AskMessage):
             name = f"#{heard.id}"
             if name in self._answers or len(self._answers) > ANSWERS:
                 raise Refused(429, f"ask: {ANSWERS} questions at once, each with an id of its own.")
             task = self._answers[name] = asyncio.create_task(self._answer(heard))
             task.add_done_callback(lambda _: self._answers.pop(name, None))
+            await asyncio.sleep(0)  # it begins, and so tells of its end
         elif isinstance(heard, OnMessage):
             self._stand(heard)
         elif (
@@ -145,7 +147,7 @@ class Talk:
         elif isinstance(heard, CancelMessage) and (found := self._answers.get(f"#{heard.id}")) is not None:
             found.cancel()
         elif isinstance(heard, LookMessage):
-            await self._send("event", name="stream", **facts(self._stream))
+            await self._send("event", name="stream", **await facts(self._stream))
 
     def _stand(self, asked: OnMessage) -> None:
         if asked.id in self._standing or len(self._standing) >= ANSWERS:
@@ -161,9 +163,11 @@ class Talk:
         self._standing[asked.id] = session.on(asked.question, tell, max_new_tokens=asked.max_tokens, **how)
 
     async def _frame(self, data: bytes, time: float | None) -> None:
-        try:
-            self._frames.put_nowait((data, time))
-        except asyncio.QueueFull:
+        held = sum(len(one) for one, _ in self._frames) + len(data)
+        if not self._frames or (len(self._frames) < WAITING and held <= self._streams.limits.message_bytes):
+            self._frames.append((data, time))
+            self._came.set()
+        else:
             self._dropped += 1
             self._streams.engine.metrics.dropped.inc()
             await self._send("event", name="dropped", frames=self._dropped)
@@ -171,37 +175,39 @@ class Talk:
     async def _watch(self) -> None:
         """Take in frames as they come, as many at once as wait."""
         while True:
-            some = [await self._frames.get()]
-            while len(some) < CLIP and not self._frames.empty():
-                some.append(self._frames.get_nowait())
-            times = [time for _, time in some if time is not None]
-            if len(times) not in (0, len(some)):
-                times = []
-            try:
-                await self._streams.watch(self._stream, [data for data, _ in some], times or None, None)
-            except Exception as error:
-                await self._send("event", name="error", message=said(error), frames=len(some))
-                if said(error).startswith("the server failed"):
-                    log.exception("watching failed")
-            else:
-                await self._send("event", name="taken", taken=len(some), **_brief(self._stream))
+            await self._came.wait()
+            self._came.clear()
+            while self._frames:
+                some = [self._frames.popleft()]
+                kind = _kind(*some[0])
+                while len(some) < CLIP and self._frames and _kind(*self._frames[0]) == kind:
+                    some.append(self._frames.popleft())
+                times = [time for _, time in some if time is not None]
+                try:
+                    taken = await self._streams.watch(
+                        self._stream, [data for data, _ in some], times or None, None
+                    )
+                except Exception as error:
+                    await self._send("event", name="error", message=said(error), frames=len(some))
+                else:
+                    await self._send("event", name="taken", taken=taken, **_brief(self._stream))
 
     async def _answer(self, asked: AskMessage) -> None:
-        streams, stream = self._streams, self._stream
+        streams, stream, text = self._streams, self._stream, ""
         try:
             async with streams.asking(stream, asked) as reply:
                 async for piece in reply:
+                    text += piece
                     await self._send("delta", id=asked.id, text=piece)
             assert reply.answer is not None
             told = streams.told(stream, asked, reply.answer)
             await self._send("evidence", id=asked.id, evidence=told["evidence"])
             await self._send("answer", id=asked.id, **told)
         except asyncio.CancelledError:
+            await self._send("answer", id=asked.id, text=text, finish_reason="cancelled")
             raise
         except Exception as error:
             await self._send("event", name="error", id=asked.id, message=said(error))
-            if said(error).startswith("the server failed"):
-                log.exception("answering failed")
 
     async def _send(self, kind: str, **fields: Any) -> None:
         async with self._writing:
@@ -216,6 +222,11 @@ class Talk:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _kind(data: bytes, time: float | None) -> tuple[Any, bool]:
+    """What frames that are taken in at once have alike."""
+    return sources.size_of(data), time is None
 
 
 def _brief(stream: Stream) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import io
 import ipaddress
 import os
 import re
@@ -12,8 +13,9 @@ import socket
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ import httpcore2
 import torch
 from torch import Tensor
 
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import MmaccelError, VideoError, shown
 from mmaccel.media.container import Source
 from mmaccel.media.video import Video, read_image
@@ -45,13 +48,16 @@ class Fetched:
     digest: str
     path: Path | None = None
     data: tuple[bytes, ...] = ()
+    size: int = 0  # bytes that were stored for it
 
 
-def fetch(url: str, kind: Kind, folder: Path, settings: Settings) -> Fetched:
-    """What stands at `url`, a file of `folder` where it is not one already. Raises `Refused` or `VideoError`."""
+def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> Fetched:
+    """What stands at `url`, a file of `folder` where it is not one already. Raises `Refused`, `VideoError` or `Ended`."""
     scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
+    if kind == "image":
+        limits = replace(limits, source_bytes=min(limits.source_bytes, limits.image_bytes))
     if scheme == "data":
-        return _data(url, kind, folder, limits)
+        return _data(url, kind, folder, limits, deadline)
     if scheme == "file":
         path = _local(url, settings)
         if kind == "image":
@@ -62,7 +68,8 @@ def fetch(url: str, kind: Kind, folder: Path, settings: Settings) -> Fetched:
         facts = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
         return Fetched(kind, hashlib.sha256(facts.encode()).hexdigest(), path)
     if scheme in ("http", "https"):
-        return _stored(download(url, settings), kind, folder, limits)
+        with closing(download(url, settings)) as blocks:  # at once, also where a block is refused
+            return _stored(blocks, kind, folder, limits, deadline)
     raise VideoError(f"{kind}_url: {shown(url)} is no http:, https:, data: or file: address; give one.")
 
 
@@ -70,7 +77,7 @@ def _image(data: bytes) -> Fetched:
     return Fetched("image", hashlib.sha256(data).hexdigest(), data=(data,))
 
 
-def _data(url: str, kind: Kind, folder: Path, limits: Limits) -> Fetched:
+def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline) -> Fetched:
     if kind == "video" and (begin := FRAMES.match(url)):
         pieces = url[begin.end() :].split(",", limits.frames)
         if len(pieces) > limits.frames:
@@ -82,31 +89,32 @@ def _data(url: str, kind: Kind, folder: Path, limits: Limits) -> Fetched:
     begin = DATA.match(url)
     if begin is None:
         raise VideoError(f"{kind}_url: it is no data:{kind}/...;base64, address; give one.")
-    return _stored([decoded(url[begin.end() :])], kind, folder, limits)
+    return _stored([decoded(url[begin.end() :])], kind, folder, limits, deadline)
 
 
 def decoded(text: str) -> bytes:
-    """The bytes of a base64 text. Raises `VideoError`."""
+    """The bytes of base64, or of a data: address of it. Raises `VideoError`."""
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(text.partition(",")[2] if text[:5] == "data:" else text, validate=True)
     except (binascii.Error, ValueError):
         raise VideoError("the data is not base64; encode it so.") from None
 
 
-def _stored(blocks: Iterable[bytes], kind: Kind, folder: Path, limits: Limits) -> Fetched:
+def _stored(blocks: Iterable[bytes], kind: Kind, folder: Path, limits: Limits, deadline: Deadline) -> Fetched:
     """The blocks as a file of `folder`, or as the bytes of an image."""
     digest, size = hashlib.sha256(), 0
     number, name = tempfile.mkstemp(dir=folder)
     with os.fdopen(number, "wb") as file:
         for block in blocks:
+            deadline.check()
             size += len(block)
             if size > limits.source_bytes:
                 raise Refused(413, f"the {kind} has more than {limits.source_bytes} bytes; make it smaller.")
             digest.update(block)
             file.write(block)
     if kind == "image":
-        return _image(Path(name).read_bytes())
-    return Fetched(kind, digest.hexdigest(), Path(name))
+        return replace(_image(Path(name).read_bytes()), size=size)
+    return Fetched(kind, digest.hexdigest(), Path(name), size=size)
 
 
 def _local(url: str, settings: Settings) -> Path:
@@ -187,7 +195,7 @@ def is_public(address: str) -> bool:
     return one.is_global and not one.is_multicast and not one.is_reserved and not one.is_unspecified
 
 
-def download(url: str, settings: Settings) -> Iterable[bytes]:
+def download(url: str, settings: Settings) -> Generator[bytes, None, None]:
     """The blocks of a file at an http address. Raises `Refused` or `VideoError`."""
     limits = settings.limits
     end = time.monotonic() + limits.source_seconds
@@ -222,13 +230,31 @@ def download(url: str, settings: Settings) -> Iterable[bytes]:
 _HEADERS = [("User-Agent", "mmaccel"), ("Accept", "*/*"), ("Accept-Encoding", "identity")]
 
 
+def size_of(data: bytes) -> tuple[int, int]:
+    """Width and height of a picture, as its header tells them; 0 for what `read_image` refuses."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(io.BytesIO(data)) as picture:
+            return picture.size
+    except Exception:  # whatever a file that is none makes of the reader
+        return 0, 0
+
+
+def check_room(size: int, limits: Limits) -> None:
+    """Raise `Refused` for frames of more bytes than a request may have."""
+    if size > limits.decoded_bytes:
+        raise Refused(413, f"the frames have more than {limits.decoded_bytes} bytes decoded; give fewer.")
+
+
 def image(source: Fetched, limits: Limits) -> Tensor:
     """uint8 [3, H, W] of an image."""
-    return read_image(source.data[0], limits.pixels)
+    return frames_of(source.data, limits)[0]
 
 
-def frames_of(data: Iterable[bytes], limits: Limits) -> Tensor:
-    """uint8 [T, 3, H, W] of encoded frames, all of one size."""
+def frames_of(data: Sequence[bytes], limits: Limits) -> Tensor:
+    """uint8 [T, 3, H, W] of encoded frames, all of one size. Raises `Refused` before any is decoded."""
+    check_room(sum(3 * width * height for width, height in map(size_of, data)), limits)
     pictures = [read_image(one, limits.pixels) for one in data]
     sizes = {tuple(one.shape) for one in pictures}
     if len(sizes) != 1:
@@ -266,4 +292,5 @@ def video(
         taken = take(processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how)
     except VideoError as error:
         raise VideoError(str(error).replace(path, "the video")) from error
+    check_room(taken.frames.nbytes, limits)
     return taken

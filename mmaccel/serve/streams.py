@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +19,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import ValidationError
+from torch import Tensor
 
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline
 from mmaccel.core.errors import MmaccelError, ModelError
@@ -25,11 +28,13 @@ from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, ended_with,
 from mmaccel.serve import sources
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import Client, sentence
+from mmaccel.serve.guard import Client, said
 from mmaccel.serve.kept import Kept
 from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
 from mmaccel.serve.settings import Refused
+from mmaccel.serve.turns import Turns
 
+log = logging.getLogger("mmaccel.serve")
 router = APIRouter(prefix="/v1/streaming/sessions", tags=["streams"])
 WAITING = 32
 """Frames of a WebSocket that wait to be taken in; what comes then is left out, and told."""
@@ -71,11 +76,38 @@ class Streams:
         self.engine, self.limits = engine, engine.settings.limits
         self._open: dict[str, Stream] = {}
         self._opening: dict[str, int] = {}
+        self._calls: dict[str, Turns] = defaultdict(partial(Turns, self.limits.calls, self.limits.waiting))
+        self._sockets: Counter[str | None] = Counter()
         engine.metrics.streams.set_function(lambda: len(self._open))
         engine.metrics.held.set_function(self._held)
 
+    def _own(self) -> int:
+        return sum(one.kept.bytes() for one in list(self._open.values()))
+
     def _held(self) -> int:
-        return sum(one.kept.bytes() for one in list(self._open.values())) + self.engine.kept.bytes()
+        return self._own() + self.engine.kept.bytes()
+
+    def _check_room(self) -> None:
+        """Raise `Refused` where streams hold all that they may."""
+        if self._own() >= self.limits.memory_bytes:
+            raise Refused(429, f"the streams hold {self.limits.memory_bytes} bytes; close one.", "no_room")
+
+    @asynccontextmanager
+    async def working(self, stream: Stream) -> AsyncIterator[None]:
+        """Wait until few calls of the stream's owner are at work. Raises `Refused` where too many wait."""
+        async with stream.in_use(), self._calls[stream.owner].turn(stream.owner):
+            yield
+
+    @contextmanager
+    def socket(self, owner: str | None) -> Iterator[None]:
+        """One socket more of `owner` (None: of who shows a key later). Raises `Refused` where there are too many."""
+        if self._sockets[owner] >= self.limits.sockets:
+            raise Refused(429, "too many sockets are open; close one.", "too_many_sockets")
+        self._sockets[owner] += 1
+        try:
+            yield
+        finally:
+            self._sockets[owner] -= 1
 
     async def __aenter__(self) -> None:
         self._sweeping = asyncio.create_task(self._sweep())
@@ -91,7 +123,10 @@ class Streams:
             old = time.monotonic() - self.limits.idle_seconds
             for one in list(self._open.values()):
                 if not one.busy and one.used < old:
-                    await self.close(one)
+                    try:
+                        await self.close(one)
+                    except Exception:  # the others are closed all the same
+                        log.exception("closing a stream failed")
 
     def get(self, number: str, caller: str | None) -> Stream:
         """The stream of an id; of another caller's nobody learns that it is there."""
@@ -111,6 +146,7 @@ class Streams:
         chosen = asked.recipe if asked.recipe is not None else (asked.model or "").partition("@")[2]
         name = engine.recipe(asked.model, chosen or (engine.default if engine.default in names else names[0]))
         stream_policy(engine.recipes[name])
+        self._check_room()
         own = sum(one.owner == caller for one in self._open.values()) + self._opening.get(caller, 0)
         if (
             len(self._open) + sum(self._opening.values()) >= self.limits.sessions
@@ -126,7 +162,9 @@ class Streams:
             with engine.out_of_memory():
                 kept = await threaded(make)
                 if folder is not None:
-                    await kept.session.load(folder)
+                    with named(folder):
+                        await kept.session.load(folder)
+                    await kept.count()
         except BaseException:
             if kept is not None:
                 await kept.session.close()
@@ -154,36 +192,50 @@ class Streams:
             raise ModelError("frames: give frames or a video_url, one of the two.")
         if asked.times is not None and len(asked.times) != len(asked.frames):
             raise ModelError(f"times: {len(asked.times)} for {len(asked.frames)} frames; give one for each.")
-        engine, limits = self.engine, self.limits
+        if asked.frames and asked.stored:
+            raise ModelError("stored: it is of a video_url; leave it out with frames.")
+        engine, limits, deadline = self.engine, self.limits, Deadline(self.limits.seconds)
         if len(asked.frames) > limits.frames:
             raise Refused(413, f"frames: give at most {limits.frames} in a call.")
         if asked.video_url is None:
-            pieces = [
-                sources.decoded(one.partition(",")[2] if one[:5] == "data:" else one) for one in asked.frames
-            ]
-            return await self.watch(stream, pieces, asked.times, asked.fps)
-        with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
-            source = await engine.fetch(asked.video_url.url, "video", stream.owner, Path(folder))
-            deadline = Deadline(limits.seconds)
-            read = partial(engine.read, source, asked.fps or 1.0, None, deadline)
-            video = await ended_with(threaded(read), deadline)
-        call = stream.session.ingest if asked.stored else stream.session.watch
-        return await self._taken(stream, video.frames, partial(call, video))
+            return await self.watch(stream, asked.frames, asked.times, asked.fps)
+        async with self.working(stream):
+            with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
+                source = await engine.fetch(
+                    asked.video_url.url, "video", stream.owner, Path(folder), deadline
+                )
+                read = partial(engine.read, source, asked.fps or 1.0, None, deadline)
+                video = await ended_with(threaded(read), deadline)
+            call = stream.session.ingest if asked.stored else stream.session.watch
+            return await self._taken(stream, video.frames, partial(call, video), deadline)
 
     async def watch(
-        self, stream: Stream, pieces: list[bytes], times: list[float] | None, fps: float | None
+        self, stream: Stream, pieces: Sequence[str | bytes], times: list[float] | None, fps: float | None
     ) -> int:
-        """Take in encoded frames."""
-        frames = await threaded(partial(sources.frames_of, pieces, self.limits))
-        return await self._taken(stream, frames, partial(stream.session.watch, frames, times=times, fps=fps))
+        """Take in encoded frames, bytes or base64 of them."""
+        session, deadline = stream.session, Deadline(self.limits.seconds)
 
-    async def _taken(self, stream: Stream, frames: Any, call: Callable[[], Any]) -> int:
+        def read() -> Tensor:
+            given = [one if isinstance(one, bytes) else sources.decoded(one) for one in pieces]
+            return sources.frames_of(given, self.limits)
+
+        async with self.working(stream):
+            frames = await ended_with(threaded(read), deadline)
+            call = partial(session.watch, frames, times=times, fps=fps)
+            return await self._taken(stream, frames, call, deadline)
+
+    async def _taken(
+        self, stream: Stream, frames: Tensor, call: Callable[..., Any], deadline: Deadline
+    ) -> int:
         began, metrics = time.monotonic(), self.engine.metrics
-        async with stream.in_use(), stream.taking:
+        async with stream.taking:
+            self._check_room()
+            deadline.check()
             first = stream.session.frames
             with self.engine.out_of_memory():
-                taken: int = await call()
+                taken: int = await call(timeout=max(0.01, deadline.left() or 0.0))
             await threaded(partial(stream.kept.pictures.add, first, frames[:taken]))
+            await stream.kept.count()
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))
         return taken
@@ -198,7 +250,7 @@ class Streams:
         if most > limits.new_tokens:
             raise Refused(400, f"max_tokens: {most} is more than the {limits.new_tokens} of this server.")
         seconds = min(asked.timeout or limits.seconds, limits.seconds)
-        async with stream.in_use():
+        async with self.working(stream):
             how: dict[str, Any] = {"chat": asked.chat, "between": asked.between, "evidence": asked.evidence}
             if not asked.greedy:
                 how |= asked.options() | ({} if asked.seed is None else {"seed": asked.seed})
@@ -233,38 +285,41 @@ def streams_of(request: Request) -> Streams:
 TheStreams = Annotated[Streams, Depends(streams_of)]
 
 
-def facts(stream: Stream) -> dict[str, Any]:
+async def facts(stream: Stream) -> dict[str, Any]:
     """A stream as JSON: what it holds, and the cluster of each step of time, for its first layer that has one."""
     session = stream.session
+    clusters = await threaded(session.clusters)
     return {
         "id": stream.id,
         "object": "streaming.session",
         "recipe": stream.recipe,
         "frames": session.frames,
         "seconds": session.seconds,
-        "counters": session.counters(),
+        "counters": await stream.kept.count(),
         "shown": session.shown,
-        "clusters": {level: rows[0].tolist() for level, rows in session.clusters().items()},
+        "clusters": {level: rows[0].tolist() for level, rows in clusters.items()},
     }
 
 
 @router.post("", status_code=201)
 async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """Open a stream, or go on with a saved one (`resume`)."""
-    return facts(await streams.open(body, asks))
+    return await facts(await streams.open(body, asks))
 
 
 @router.get("/{number}")
 async def look(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """What the stream holds, and its clusters over time."""
-    return facts(streams.get(number, asks))
+    return await facts(streams.get(number, asks))
 
 
 @router.post("/{number}/frames")
-async def take(number: str, body: FramesRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
+async def take(
+    number: str, body: FramesRequest, request: Request, streams: TheStreams, asks: Asks
+) -> dict[str, Any]:
     """Give the stream frames, or a video."""
     stream = streams.get(number, asks)
-    taken = await streams.take(stream, body)
+    taken = await Client(request).wait(streams.take(stream, body))
     return {"taken": taken, "frames": stream.session.frames, "seconds": stream.session.seconds}
 
 
@@ -284,26 +339,22 @@ async def ask(number: str, body: AskRequest, request: Request, streams: TheStrea
     if not body.stream:
         async with streams.asking(stream, body) as reply:
             return streams.told(stream, body, await client.wait(reply))
-    opened = streams.asking(stream, body)
-    reply = await opened.__aenter__()
-    try:
+    async with AsyncExitStack() as stack:
+        reply = await stack.enter_async_context(streams.asking(stream, body))
         first: str | None = await client.wait(anext(reply, None))
-    except BaseException as error:
-        if not await opened.__aexit__(type(error), error, error.__traceback__):
-            raise
+        opened = stack.pop_all()
 
     async def events() -> AsyncIterator[str]:
         try:
-            piece = first
-            while piece is not None:
-                yield f"event: delta\ndata: {json.dumps({'text': piece})}\n\n"
-                piece = await client.wait(anext(reply, None))
-            assert reply.answer is not None
-            yield f"event: answer\ndata: {json.dumps(streams.told(stream, body, reply.answer))}\n\n"
+            async with opened:
+                piece = first
+                while piece is not None:
+                    yield f"event: delta\ndata: {json.dumps({'text': piece})}\n\n"
+                    piece = await client.wait(anext(reply, None))
+                assert reply.answer is not None
+                yield f"event: answer\ndata: {json.dumps(streams.told(stream, body, reply.answer))}\n\n"
         except Exception as error:
             yield f"event: error\ndata: {json.dumps({'message': said(error)})}\n\n"
-        finally:
-            await opened.__aexit__(None, None, None)
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -313,8 +364,12 @@ async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) 
     """Save the stream under a name of its owner's; `resume` goes on from it."""
     stream, folder = streams.get(number, asks), streams.folder(body.name, asks)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    async with stream.in_use(), stream.taking:
-        await stream.session.save(folder)
+    limits, held = streams.limits, sum(one.stat().st_size for one in folder.parent.rglob("*"))
+    if not folder.exists() and (len(os.listdir(folder.parent)) >= limits.saves or held >= limits.saved_bytes):
+        raise Refused(429, "too much is saved; save under a name that there is.", "no_room")
+    async with streams.working(stream), stream.taking:
+        with named(folder):
+            await stream.session.save(folder)
     return {"saved": body.name, "frames": stream.session.frames}
 
 
@@ -325,8 +380,10 @@ async def close(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     return {"id": number, "deleted": True}
 
 
-def said(error: BaseException) -> str:
-    """What a client is told of an error."""
-    if isinstance(error, ValidationError):
-        return sentence(error)[0]
-    return str(error) if isinstance(error, MmaccelError) else "the server failed; its log says why."
+@contextmanager
+def named(folder: Path) -> Iterator[None]:
+    """Errors tell the name of a saved stream, and not where the server keeps it."""
+    try:
+        yield
+    except MmaccelError as error:
+        raise Refused(400, str(error).replace(str(folder), folder.name)) from error

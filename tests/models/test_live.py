@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.streams import session_io
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=4, window=6)
@@ -98,3 +101,61 @@ def test_closing_a_reply_ends_the_answer() -> None:
             assert (await session.ask(QUESTION, 2)).ids
 
     run(live())
+
+
+def test_leaving_a_reply_ends_the_answer() -> None:
+    async def live() -> None:
+        async with open_live("random-ov", TIGHT["rekv"]) as session:
+            await session.watch(film(9), fps=FPS)
+            async for _ in session.ask(QUESTION, 4000):
+                break
+            gc.collect()
+            assert (await session.ask(QUESTION, 2)).ids
+
+    asyncio.run(asyncio.wait_for(live(), 5))
+
+
+def test_wrong_frames_are_told_beside_an_answer() -> None:
+    """What changed nothing is not taken back, and so waits for no answer."""
+    with open_session("random-ov", TIGHT["rekv"]) as session:
+        session.watch(film(4), fps=FPS)
+        with session._asking.holding(), ThreadPoolExecutor(1) as other:
+            late = other.submit(session.watch, film(2), [0.0, 1.0])
+            with pytest.raises(ModelError, match="be later than"):
+                late.result(5)
+        assert session.frames == 4
+
+
+def test_a_call_waits_for_a_clip_of_another_by_its_deadline() -> None:
+    with (
+        open_session("random-ov", TIGHT["rekv"]) as session,
+        session._stream.holding(),
+        ThreadPoolExecutor(1) as other,
+    ):
+        late = other.submit(session.watch, film(2), fps=FPS, timeout=0.2)
+        with pytest.warns(MmaccelWarning, match="timeout"):
+            assert late.result(5) == 0
+
+
+def test_figures_are_read_between_passes() -> None:
+    with open_session("random-ov", TIGHT["rekv"]) as session, ThreadPoolExecutor(2) as other:
+        session.watch(film(4), fps=FPS)
+        with session._stream_adapter.turns.holding():
+            reads = [other.submit(session.counters), other.submit(session.clusters)]
+            assert not wait(reads, 0.2).done
+        assert reads[0].result(5)["bytes"] and reads[1].result(5) is not None
+
+
+def test_the_disk_leaves_the_model_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another session may use the model while checksums of a save or of a load are made."""
+    real, held = session_io._print_of, list[Any]()
+    with open_session("random-ov", TIGHT["rekv"]) as session:
+        session.watch(film(4), fps=FPS)
+        turns = session._stream_adapter.turns
+        monkeypatch.setattr(
+            session_io, "_print_of", lambda *given: (held.append(turns._holder), real(*given))[1]
+        )
+        session.save(tmp_path)
+        saved = len(held)
+        session.load(tmp_path)
+    assert 0 < saved < len(held) and set(held) == {None}

@@ -28,7 +28,7 @@ httpx = pytest.importorskip("httpx2")
 
 import uvicorn  # noqa: E402
 
-from mmaccel.serve.app import create_app  # noqa: E402
+from mmaccel.serve.app import connections, create_app  # noqa: E402
 from mmaccel.serve.engine import Engine  # noqa: E402
 from mmaccel.serve.settings import Settings  # noqa: E402
 
@@ -80,7 +80,8 @@ def running(
     model = plain if model is None else model
     engine = Engine("tiny-ov", model, processor, chosen or recipes(), settings or Settings())
     app = create_app(engine)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5))
+    told = {"port": 0, "log_level": "warning", "timeout_graceful_shutdown": 5}
+    server = uvicorn.Server(uvicorn.Config(app, **told, **connections(engine.settings)))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     end = time.monotonic() + 20

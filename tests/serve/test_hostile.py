@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from websockets.sync.client import connect
 import mmaccel
 from mmaccel.core.errors import RecipeError
 from mmaccel.serve.settings import Limits, Settings
+from mmaccel.serve.sources import is_public
 from tests.media.films import write_film
 from tests.serve.conftest import (
     KEY,
@@ -132,17 +135,45 @@ BODIES: list[tuple[str, bytes]] = [
 ]
 
 
+NO_ADDRESS = ("user:pass@", "http:///", ":99999", "bad host")
+"""In these an address is none, which is told before it is looked up."""
+
+
 @pytest.mark.parametrize("url", ADDRESSES, ids=lambda url: url[:40] or "nothing")
-def test_an_address_that_leads_elsewhere_is_refused(served: Served, url: str) -> None:
+def test_an_address_that_leads_elsewhere_is_refused(served: Served, tmp_path: Path, url: str) -> None:
     assert served.engine.settings.folder is not None
     link = served.engine.settings.folder / "link.mp4"
     link.unlink(missing_ok=True)
-    link.symlink_to("/etc/passwd")
+    link.symlink_to(write_film(tmp_path / "outside.mp4", 4))  # one that could be read
     response = served.chat([video(url), text()], max_tokens=1)
-    assert 400 <= response.status_code < 500, response.text
     told = response.json()["error"]["message"]
+    if url[:5].lower() == "file:":
+        assert response.status_code == 403 and "is no file below the folder" in told
+    elif url.startswith("http:") and not any(part in url for part in NO_ADDRESS):
+        assert response.status_code == 403 and "is not a public address" in told
+    else:
+        assert response.status_code in (400, 413), response.text
     assert "\n" not in told and "root:" not in told and len(told) < 500
     assert "/tmp" not in told  # nor where the server keeps its files
+
+
+def test_no_literal_address_is_public() -> None:
+    literal = [url for url in ADDRESSES if url.startswith("http:") and "@" not in url]
+    hosts = {urllib.parse.urlsplit(url).hostname or "" for url in literal} - {"", "localhost", "bad host"}
+    # As the resolver reads them: 127.1 and 0x7f000001 are addresses too.
+    found = {str(one[4][0]) for host in hosts for one in socket.getaddrinfo(host, 80)}
+    assert len(found) >= 14 and not any(map(is_public, found))
+    assert all(map(is_public, ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8")))
+
+
+def test_a_private_listener_sees_no_connection(served: Served) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.3)
+        port = listener.getsockname()[1]
+        for host in ("127.0.0.1", "localhost", "127.1", "2130706433", "0", "[::ffff:127.0.0.1]"):
+            assert served.chat([video(f"http://{host}:{port}/a.mp4"), text()]).status_code == 403
+        with pytest.raises(TimeoutError):
+            listener.accept()
 
 
 @pytest.mark.parametrize(("name", "body"), BODIES, ids=[name for name, _ in BODIES])
@@ -228,8 +259,8 @@ def test_another_site_s_page_gets_no_socket(served: Served) -> None:
         url = f"ws{served.url[4:]}{SESSIONS}/{number}/socket"
         with pytest.raises(InvalidStatus), connect(url, origin="https://evil.example"):
             pass
-        with connect(url, origin=served.url) as socket:
-            assert json.loads(socket.recv(timeout=20))["name"] == "ready"
+        with connect(url, origin=served.url) as talk:
+            assert json.loads(talk.recv(timeout=20))["name"] == "ready"
         client.delete(f"{SESSIONS}/{number}")
 
 
@@ -349,8 +380,9 @@ def test_words_cannot_become_special_tokens(served: Served, monkeypatch: pytest.
     assert marks(evil) == marks(QUESTION)
 
 
-def test_there_are_sixty() -> None:
-    assert len(ADDRESSES) + len(BODIES) >= 60
+def test_there_are_as_many_as_the_docs_say() -> None:
+    told = Path("docs/serving.md").read_text(encoding="utf-8")
+    assert f"{len(ADDRESSES) + len(BODIES)} hostile addresses" in told
 
 
 def test_nothing_is_unpickled() -> None:

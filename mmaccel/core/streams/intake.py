@@ -43,7 +43,7 @@ class Intake:
     _stream_adapter: StreamAdapter
     _processor: Any
     _live: StreamRunner | None = None
-    _closed = False
+    _closed = _changed = False
 
     def __init__(self) -> None:
         self._source, self._stream, self._asking = Turns(), Turns(), Turns()
@@ -106,7 +106,8 @@ class Intake:
             raise ModelError("reconnect: it opens a path or URL again, with its own times; leave it out.")
         # Times are given for all frames of a call: all are taken in, or none.
         apart = given is None and how == "watch"
-        each, every = (self._whole, nullcontext) if apart else (nullcontext, partial(self._whole, how))
+        whole = partial(self._whole, how, deadline)
+        each, every = (whole, nullcontext) if apart else (nullcontext, whole)
         done, part, over = 0, False, None
         try:
             with (
@@ -165,19 +166,21 @@ class Intake:
                 self._live.beside.idle()
 
     @contextmanager
-    def _whole(self, how: How = "watch") -> Iterator[None]:
+    def _whole(self, how: How, deadline: Deadline) -> Iterator[None]:
         """After an error inside, restore the stream as it was before. Questions wait for the end of an ingestion, and where
         a draft watches the stream, frames for that of an answer."""
         draft = self.recipe.draft
         alone = how == "ingest" or (draft.active and "video" in draft.needs)
         turns = self._stream_adapter.turns
-        with self._working(self._stream, *([self._asking] if alone else [])):
-            before = self._live
+        with self._working(self._stream, *([self._asking] if alone else []), deadline=deadline):
+            before, self._changed = self._live, False
             with turns.holding():
                 mark = None if before is None else before.mark()
             try:
                 yield
             except BaseException:
+                if not self._changed:
+                    raise  # at once, beside an answer
                 with self._asking.holding(), turns.holding():
                     if before is not None:
                         before.back(mark)
@@ -197,6 +200,7 @@ class Intake:
     ) -> int:
         count, live, watched, turns = clip.frames.shape[0], self._live, 0, self._stream_adapter.turns
         shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
+        self._changed = True
         if live is None:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
             with turns.holding():

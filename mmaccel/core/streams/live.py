@@ -24,26 +24,31 @@ Done = TypeVar("Done")
 class AsyncReply(AsyncIterator[str]):
     """An answer under way: ``async for piece in reply`` gives its text as it comes, ``await reply`` the whole `Answer`.
 
-    `answer` is None until it is whole. Cancelling the task that waits for it, or `aclose`, ends the answer with the token
-    under way.
+    `answer` is None until it is whole. Cancelling the task that waits for it, `aclose`, or leaving it to be collected, as a
+    `break` out of the loop does, ends the answer with the token under way.
     """
 
     def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
         self.answer: Answer | None = None
-        self._deadline, loop = deadline, asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        self._deadline = deadline
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[str | None] = asyncio.Queue()
 
+        # Neither holds `self`, so that an answer nobody reads is collected, and ends.
         def put(piece: str) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        self._task = threaded(lambda: work(put))
-        self._task.add_done_callback(self._over)
+        def over(task: asyncio.Future[Answer]) -> None:
+            pieces.put_nowait(None)
+            if not task.cancelled():
+                task.exception()  # nobody need ask for it
 
-    def _over(self, task: asyncio.Future[Answer]) -> None:
-        self._pieces.put_nowait(None)
-        if not task.cancelled():
-            task.exception()  # nobody need ask for it
+        self._pieces, self._task = pieces, threaded(lambda: work(put))
+        self._task.add_done_callback(over)
+
+    def __del__(self) -> None:
+        self._deadline.cancel()
 
     async def __anext__(self) -> str:
         task = self._task

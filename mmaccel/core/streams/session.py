@@ -272,8 +272,9 @@ class VideoSession(Intake):
         return self._live.info.times[-1] if self._live is not None and self._live.info.times else 0.0
 
     def counters(self) -> dict[str, float]:
-        """Figures of the memory."""
-        return {} if self._live is None else self._live.counters()
+        """Figures of the memory, between two passes of the model."""
+        with self._stream_adapter.turns.holding():
+            return {} if self._live is None else self._live.counters()
 
     def report(self) -> Report:
         """What is in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.
@@ -297,7 +298,8 @@ class VideoSession(Intake):
 
         Entries are equal parts of the steps of time that `shown` lists.
         """
-        return {} if self._live is None else self._live.state.clusters()
+        with self._stream_adapter.turns.holding():
+            return {} if self._live is None else self._live.state.clusters()
 
     @property
     def shown(self) -> list[float]:
@@ -306,14 +308,14 @@ class VideoSession(Intake):
 
     def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON); what was saved there gives way to a whole one."""
-        with self._working(self._stream, self._stream_adapter.turns):
+        with self._working(self._stream):
             if self._live is None:
                 raise ModelError("save: the session has seen no frame; watch something first.")
             session_io.save(Path(path), self.recipe, self._live)
 
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
-        with self._working(self._stream, self._asking, self._stream_adapter.turns):
+        with self._working(self._stream, self._asking):
             given = self._stream_adapter, self.recipe, self._kv, self._beside
             before, self._live = self._live, session_io.load(Path(path), *given)
             if before is not None:

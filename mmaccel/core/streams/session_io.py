@@ -66,22 +66,25 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     place = path.resolve()
 
     def write(part: Path) -> dict[str, Any]:
-        if (draft := live.beside.stream) is not None:
-            (part / DRAFT).mkdir()
-            try:
-                draft.save(part / DRAFT)
-            except OSError:
-                raise  # nor could the target's stream be written there
-            except Exception:
-                with live.beside.dropping():
-                    raise
+        # Checksums, and waiting for the disk, leave the model to others.
+        with live.adapter.turns.holding():
+            if (draft := live.beside.stream) is not None:
+                (part / DRAFT).mkdir()
+                try:
+                    draft.save(part / DRAFT)
+                except OSError:
+                    raise  # nor could the target's stream be written there
+                except Exception:
+                    with live.beside.dropping():
+                        raise
+            written = write_stream(part, live)
         if live.beside.failed:
             rmtree(part / DRAFT, ignore_errors=True)
         facts = {
             "format": FORMAT,
             "version": VERSION,
             "recipe": plain(recipe.to_dict()),
-            **write_stream(part, live),
+            **written,
             "data": part.name,
             "files": {name: _print_of(place, Path(name)) for name in sorted(_files(place, part))},
         }
@@ -116,16 +119,17 @@ def load(
         before, left = _version_of(where), left - 1
         try:
             live, data = _load(where, adapter, recipe, kv)
-            live.beside = beside()
-            try:
-                if live.beside.stream is not None:
-                    live.beside.stream.load(data / DRAFT)
-            except Exception:
-                if left and _version_of(where) != before:
-                    live.close()
-                    continue
-                with live.beside.dropping():
-                    raise
+            with adapter.turns.holding():
+                live.beside = beside()
+                try:
+                    if live.beside.stream is not None:
+                        live.beside.stream.load(data / DRAFT)
+                except Exception:
+                    if left and _version_of(where) != before:
+                        live.close()
+                        continue
+                    with live.beside.dropping():
+                        raise
             return live
         except (MmaccelError, OSError) as error:
             if left and _version_of(where) != before:
@@ -186,7 +190,8 @@ def _load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy)
         raise damaged(where, f"the list of files in {FACTS} is not whole")
     for name, known in facts["files"].items():
         _check_file(where, name, known)
-    return read_stream(data, where / FACTS, facts, adapter, kv, recipe.chunk), data
+    with adapter.turns.holding():
+        return read_stream(data, where / FACTS, facts, adapter, kv, recipe.chunk), data
 
 
 def _print_of(where: Path, name: Path) -> list[int | None]:

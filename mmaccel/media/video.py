@@ -190,6 +190,18 @@ def read_image(image: Any, pixels: int = PIXELS) -> Tensor:
     return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
+def image_size(data: bytes) -> tuple[int, int]:
+    """Width and height of an image file's bytes, as its header tells them; 0 for what `read_image` refuses."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            return width, height
+    except Exception:  # whatever a file that is none makes of the reader
+        return 0, 0
+
+
 def _open_image(path: str, pixels: int, data: io.BytesIO | None = None) -> Any:
     # Pillow reads a photo's own orientation, and its JPEG decoder is the one that models were trained with.
     try:

@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter
 from starlette.websockets import WebSocketDisconnect
 
 from mmaccel.core.streams.standing import Change, Standing
+from mmaccel.media.video import image_size
 from mmaccel.serve import sources
 from mmaccel.serve.guard import said
 from mmaccel.serve.messages import AskRequest, Seconds, Strict
@@ -226,7 +227,7 @@ class Talk:
 
 def _kind(data: bytes, time: float | None) -> tuple[Any, bool]:
     """What frames that are taken in at once have alike."""
-    return sources.size_of(data), time is None
+    return image_size(data), time is None
 
 
 def _brief(stream: Stream) -> dict[str, Any]:

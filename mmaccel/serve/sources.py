@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import io
 import ipaddress
 import os
 import re
@@ -26,7 +25,7 @@ from torch import Tensor
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import MmaccelError, VideoError, shown
 from mmaccel.media.container import Source
-from mmaccel.media.video import Video, read_image
+from mmaccel.media.video import Video, image_size, read_image
 from mmaccel.models.taking import take
 from mmaccel.serve.settings import Limits, Refused, Settings
 
@@ -230,17 +229,6 @@ def download(url: str, settings: Settings) -> Generator[bytes, None, None]:
 _HEADERS = [("User-Agent", "mmaccel"), ("Accept", "*/*"), ("Accept-Encoding", "identity")]
 
 
-def size_of(data: bytes) -> tuple[int, int]:
-    """Width and height of a picture, as its header tells them; 0 for what `read_image` refuses."""
-    import PIL.Image
-
-    try:
-        with PIL.Image.open(io.BytesIO(data)) as picture:
-            return picture.size
-    except Exception:  # whatever a file that is none makes of the reader
-        return 0, 0
-
-
 def check_room(size: int, limits: Limits) -> None:
     """Raise `Refused` for frames of more bytes than a request may have."""
     if size > limits.decoded_bytes:
@@ -254,7 +242,7 @@ def image(source: Fetched, limits: Limits) -> Tensor:
 
 def frames_of(data: Sequence[bytes], limits: Limits) -> Tensor:
     """uint8 [T, 3, H, W] of encoded frames, all of one size. Raises `Refused` before any is decoded."""
-    check_room(sum(3 * width * height for width, height in map(size_of, data)), limits)
+    check_room(sum(3 * width * height for width, height in map(image_size, data)), limits)
     pictures = [read_image(one, limits.pixels) for one in data]
     sizes = {tuple(one.shape) for one in pictures}
     if len(sizes) != 1:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve.settings import Limits, Settings
 from tests.serve.conftest import QUESTION, frames_url, jpegs, recipes, running, text, video
@@ -72,7 +73,7 @@ def test_a_copy_is_of_a_model_that_is_never_called() -> None:
         model = served.engine.model
         model.lent = True
         try:
-            with served.engine._copy_of("fastv") as fast:
+            with served.engine._copy_of("fastv", Deadline()) as fast:
                 assert fast.model is not model and not hasattr(fast.model, "lent")
                 pairs = zip(fast.model.parameters(), model.parameters(), strict=True)
                 assert all(ours is theirs for ours, theirs in pairs)

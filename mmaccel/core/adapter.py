@@ -384,3 +384,17 @@ class ModelView:
         if isinstance(model, str):
             self._loaded[model] = found[0]
         return ModelView(*found, self.resolve)
+
+
+def shard_count(model: nn.Module) -> int:
+    """How many processes share each layer of a model (tensor parallelism)."""
+    return getattr(model, "tp_size", None) or 1
+
+
+def rows_of(module: Any, name: str) -> int | None:
+    """The rows of a projection's weight that this process holds; None where it is no matrix of floating numbers."""
+    weight = getattr(getattr(module, name, None), "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    # A DTensor has the shape of the whole.
+    return int(getattr(weight, "_local_tensor", weight).shape[0])

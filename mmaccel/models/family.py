@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import layer_ops
-from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_of, unwrapped
+from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_of, rows_of, unwrapped
 from mmaccel.core.attach import Accelerated, ModelFamily, StreamAdapter
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, Pace, TokenLayout
@@ -128,7 +128,7 @@ class Family(ModelFamily):
         if isinstance(model, ConfigOnlyModel):
             return whole
         attention, size = next(iter(self.attentions(model)), None), whole.head_dim
-        heads, groups = shards.rows(attention, "q_proj"), shards.rows(attention, "k_proj")
+        heads, groups = rows_of(attention, "q_proj"), rows_of(attention, "k_proj")
         if not heads or not groups or heads % size or groups % size:
             return whole
         return replace(whole, heads=heads // size, kv_heads=groups // size)
@@ -165,8 +165,7 @@ class Family(ModelFamily):
         return {**super().fingerprint(model), "rope": {x: rope[x] for x in _ROPE if rope.get(x) is not None}}
 
     def weights_digest(self, model: nn.Module) -> str | None:
-        whole = not isinstance(model, ConfigOnlyModel) and shards.count(model) == 1
-        return shards.digest(self.attentions(model)) if whole else None
+        return None if isinstance(model, ConfigOnlyModel) else shards.digest(model, self.attentions(model))
 
     def own_heads(self, model: nn.Module) -> range:
         return shards.own(model, len(super().own_heads(model)))

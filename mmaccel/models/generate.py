@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mmaccel.core.adapter import shard_count
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.errors import DraftError, MmaccelError, ModelError, warn
 from mmaccel.core.report import Meter
-from mmaccel.models import shards, step
+from mmaccel.models import step
 from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import by_name, columns
@@ -222,7 +223,7 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
         why = "in_batches is 'never'"
     elif attachment.asked("do_sample", kwargs):
         why = "tokens are sampled, and measured times must not change them"
-    elif shards.count(attachment.model) > 1:
+    elif shard_count(attachment.model) > 1:
         why = "under tensor parallelism processes that go by their own clocks would part"
     else:
         why = times.why_not(count, columns(kwargs))

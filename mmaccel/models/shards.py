@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.adapter import shard_count
 from mmaccel.core.errors import ModelError
 
 SAMPLED = 1024
 """Elements that the digest reads of each projection, evenly spaced."""
 
 
-def digest(attentions: Iterable[Any]) -> str | None:
-    """A short digest of the projections of queries and keys; None where one of them is no matrix of floating numbers."""
+def digest(model: nn.Module, attentions: Iterable[Any]) -> str | None:
+    """A short digest of the projections of queries and keys; None where one of them is no matrix of floating numbers, or
+    another process has a part of it."""
+    if shard_count(model) > 1:
+        return None
     found = hashlib.sha256()
     for attention in attentions:
         # Some layers read the keys of others.
@@ -34,7 +38,7 @@ def digest(attentions: Iterable[Any]) -> str | None:
 
 def own(model: nn.Module, heads: int) -> range:
     """The numbers of the heads, of so many, that this process computes."""
-    shards = count(model)
+    shards = shard_count(model)
     if shards == 1:
         return range(heads)
     # transformers keeps the mesh of `from_pretrained(..., tp_plan=...)`; heads lie in the order of the ranks.
@@ -45,21 +49,6 @@ def own(model: nn.Module, heads: int) -> range:
         rank = mesh.get_local_rank("tp" if "tp" in (mesh.mesh_dim_names or ()) else None)
     each = heads // shards
     return range(rank * each, (rank + 1) * each)
-
-
-def count(model: nn.Module) -> int:
-    """How many processes share each layer of a model (tensor parallelism)."""
-    return getattr(model, "tp_size", None) or 1
-
-
-def rows(module: Any, name: str) -> int | None:
-    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
-    weight is no matrix of floating numbers, such as a quantized one."""
-    weight = getattr(getattr(module, name, None), "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return None
-    # A DTensor has the shape of the whole.
-    return int(getattr(weight, "_local_tensor", weight).shape[0])
 
 
 def signature(model: nn.Module) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.adapter import shard_count
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.registry import BASES, registry
 from mmaccel.models import shards
@@ -73,7 +74,7 @@ def answers(folder: str, films: str, sharded: bool) -> dict[str, Any]:
             found["batch"] = model.generate(**two, **TOLD), torch.zeros(1)
             assert any("own clocks" in note for note in fast.report().notes) == sharded
     if sharded:
-        assert (shards.count(model), len(shards.own(model, 4))) == (2, 2)
+        assert (shard_count(model), len(shards.own(model, 4))) == (2, 2)
         found["refused"] = refusals(model)
     other, processor = load(films), mmaccel.load_processor(films)
     frames = torch.randint(0, 255, (12, 3, 56, 56), generator=torch.Generator().manual_seed(3)).byte()

@@ -22,18 +22,8 @@ OUTSIDE = {
     "lab/README.md": "lab.md",
 }
 """Pages of the repository, and what they are called on the site."""
-ONCE_THERE = {"serving.md": "Serving"}
-"""Pages that stand in the navigation, behind the tutorials, as soon as there is such a file."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 ROW = re.compile(r"(?P<names>[a-z_`][\w`]*(?:(?:, | and )[\w`]+)*)  +(?P<text>\S.*)")
-
-
-def on_config(config: Any) -> Any:
-    """Put the pages of `ONCE_THERE` into the navigation."""
-    for page, title in ONCE_THERE.items():
-        if (ROOT / "docs" / page).is_file():
-            config.nav.insert(2, {title: page})
-    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -42,11 +42,11 @@ def check_memory(policy: KVPolicy) -> None:
     who, rollback_limit = f"kv {policy.name!r}", policy.rollback_limit
     promise(
         not policy.exact or rollback_limit is None,
-        f"{who}: exact is True and reach {rollback_limit}; a memory that keeps all can roll all back.",
+        f"{who}: exact is True and rollback_limit is {rollback_limit}; a memory that keeps all can roll all back.",
     )
     promise(
         rollback_limit is None or rollback_limit >= 0,
-        f"{who}: reach is {rollback_limit}; give a number of columns, 0 or more, or None for all.",
+        f"{who}: rollback_limit is {rollback_limit}; give a number of columns, 0 or more, or None for all.",
     )
     if isinstance(policy, StreamPolicy):
         check_stream(policy)

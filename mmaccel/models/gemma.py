@@ -36,7 +36,7 @@ class Gemma3(Generic):
     types: ClassVar[str] = "token_type_ids"
     """The argument that says which tokens are of images; without it none sees its image whole, as in the stock model."""
     most: ClassVar[int] = 1
-    """The largest number that it has: of images 1, of videos 2 where they are told apart."""
+    """The largest value of `types`: 1 for images, 2 for videos where the model tells them apart."""
     rotate_function = ""
     stamped = False
     decoder_layers = rms_norms = gated_mlps = frozenset[str]()

@@ -306,8 +306,8 @@ def _attended(
 def share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
     """Of `plan` the listed blocks that process `rank` of `size` computes; made once, and nothing is read on the host.
 
-    Of each head's lists, one after another, a process has a run. All runs of a process are as long as those of any other,
-    but for one block in all (for one of each head where heads share lists).
+    The lists of a head stand one after another, and each process takes one contiguous run of them. The runs of any two
+    processes differ by at most one block in all (by one for each head where heads share lists).
     """
 
     def made() -> AttentionPlan:

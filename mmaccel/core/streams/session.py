@@ -107,9 +107,9 @@ class VideoSession(Intake):
         *,
         timeout: float | None = None,
     ) -> int:
-        """Take in a stored video, also by an iterator of its clips, as `watch` does, but in passes of the recipe's `chunk`
-        (32 768 tokens), under its pattern. A frame sees all frames of the video before it, and not the window alone; at the
-        end all but the window goes where frames go that leave it. Gives the number of frames.
+        """Take in a stored video, or an iterator of its clips, as `watch` does, but in passes of the recipe's `chunk`
+        (32 768 tokens), under its pattern. A frame sees all frames of the video before it, and not the window alone. At the
+        end, frames outside the window go where the memory puts frames that leave it. Gives the number of frames.
 
         `ingest_frames` of a memory says how far frames see, and `counters` what part of the frames up to them they saw
         ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.

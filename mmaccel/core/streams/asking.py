@@ -75,9 +75,11 @@ def asked(
     running = live.running
     deadline = Deadline() if deadline is None else deadline
     meter = Meter(started=deadline.began if beside else time.perf_counter())
+    gives_way: list[bool] = []
 
     def pause(reading: bool) -> None:
-        if taken is not None and (taken.parts or not reading):
+        # Not of `taken` itself, which keeps this function.
+        if gives_way and (gives_way[0] or not reading):
             adapter.turns.give_way(inside=reading)
 
     asking, waiting, places = adapter.question(question), state.waiting(), stream.places
@@ -97,6 +99,7 @@ def asked(
     own_stream = replace(stream, places=copy.copy(places))
     taken = state.snapshot(own_stream, lambda: pause(False)) if beside else None
     if taken is not None:
+        gives_way.append(taken.parts)
         state, stream, places = taken, own_stream, own_stream.places
         info = replace(info, spans=list(info.spans), times=list(info.times))
         if live.running is not None and (running := adapter.running()) is not None:

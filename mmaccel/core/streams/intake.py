@@ -174,7 +174,7 @@ class Intake:
         turns = self._stream_adapter.turns
         with self._working(self._stream, *([self._asking] if alone else []), deadline=deadline):
             before, self._changed = self._live, False
-            with turns.holding():
+            with turns.holding(deadline):
                 mark = None if before is None else before.mark()
             try:
                 yield

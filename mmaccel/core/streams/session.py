@@ -234,7 +234,7 @@ class VideoSession(Intake):
                     self.history = [*said, {"role": "assistant", "content": text}]
                 return answer
         except Ended as end:
-            return Answer("", (), 0.0, None, counters=self.counters(), finish_reason=end.reason)
+            return Answer("", (), 0.0, None, counters={}, finish_reason=end.reason)
 
     def on(
         self,

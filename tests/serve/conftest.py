@@ -33,6 +33,7 @@ from mmaccel.serve.engine import Engine  # noqa: E402
 from mmaccel.serve.settings import Settings  # noqa: E402
 
 QUESTION = "What colour was the star?"
+CHAT, SESSIONS = "/v1/chat/completions", "/v1/streaming/sessions"
 KEY, OTHER = "first-key-1234", "second-key-5678"
 SMALL = {"name": "mosaic", "frames": 8, "window": 16, "local": 4, "index": CLUSTERS}
 

@@ -22,8 +22,10 @@ from mmaccel.serve.settings import Limits, Settings
 from mmaccel.serve.sources import is_public
 from tests.media.films import write_film
 from tests.serve.conftest import (
+    CHAT,
     KEY,
     QUESTION,
+    SESSIONS,
     Served,
     frames_url,
     jpegs,
@@ -33,9 +35,6 @@ from tests.serve.conftest import (
     text,
     video,
 )
-
-CHAT = "/v1/chat/completions"
-SESSIONS = "/v1/streaming/sessions"
 
 
 def data(raw: bytes, kind: str = "video/mp4") -> str:

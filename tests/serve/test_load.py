@@ -22,9 +22,11 @@ from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import Turns
 from tests.media.films import write_film
 from tests.serve.conftest import (
+    CHAT,
     KEY,
     OTHER,
     QUESTION,
+    SESSIONS,
     Served,
     frames_url,
     jpegs,
@@ -34,9 +36,6 @@ from tests.serve.conftest import (
     text,
     video,
 )
-
-CHAT = "/v1/chat/completions"
-SESSIONS = "/v1/streaming/sessions"
 
 
 def body(words: str = QUESTION, frames: int = 4, **fields: Any) -> dict[str, Any]:

@@ -147,6 +147,7 @@ class StreamAdapter(StreamModel):
         raise ModelError(f"{next(iter(settings))}: this model answers greedily alone; leave it out.")
 
     def question(self, text: Any) -> Question:
+        """The tokens of `text` as a question after the video, with their embeddings."""
         ids, words = self.tail(text)
         return Question(ids, words, self.words(ids))
 

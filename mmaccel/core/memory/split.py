@@ -114,6 +114,7 @@ class SplitState(StreamState):
         self.recalls_alike = self._states[0].recalls_alike
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
+        """A snapshot of each device's memory; None where one of them has none."""
         taken = [state.snapshot(stream, pause) for state in self._states]
         if None in taken:
             return None
@@ -124,11 +125,13 @@ class SplitState(StreamState):
         return other
 
     def between(self, first: int, end: int) -> None:
+        """As of a `StreamState`, in each device's memory."""
         for state in self._states:
             state.between(first, end)
 
     @property
     def parts(self) -> bool:  # type: ignore[override]
+        """Whether the memories of all devices let units come between two layers of a question."""
         return all(state.parts for state in self._states)
 
     # One layer.

@@ -132,6 +132,26 @@ def test_exported_folder_loads_in_stock_classes(name, tmp_path):
         assert json.loads((tmp_path / file).read_text())["processor_class"].endswith("Processor")
 
 
+@pytest.mark.parametrize("name", ["tiny-qwen", "tiny-qwen3", "tiny-hybrid"])
+def test_a_processed_video_is_what_training_shows(name, random_folder):
+    from mmaccel_lab.tiny import tower
+    from mmaccel_lab.train import pixels
+
+    pytest.importorskip("torchvision", reason="Qwen3-VL's processor needs torchvision")
+    spec, table = SPECS[name], world.World.generate(3, 5).table()
+    dialect = Dialect(spec)
+    shown, question = (
+        world.render(table, pixels.NATIVE_HEIGHT, pixels.NATIVE_WIDTH),
+        "what colour was the star ?",
+    )
+    inputs = mmaccel.load_processor(random_folder(name)).chat(question, videos=shown, fps=1.0)
+    laid, *_ = dialect.lay(dialect.spans([("video", 0, 5)]), 1.0)
+    assert inputs["input_ids"][0].tolist() == [*laid, *dialect.encode(question), *dialect.closing]
+    ours = tower.patchify(pixels.draw(table, spec)).flatten(0, 1)
+    # The 8-bit resize uses integer weights: single grey levels differ.
+    assert (inputs["pixel_values_videos"] - ours).abs().mean() < 0.1 / 255 / min(spec.std)
+
+
 def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="choose one of tiny-ov"):
         path("tiny")

@@ -71,7 +71,8 @@ def list_names(
     out().print(
         "",
         families,
-        "A family without captured steps decodes by its own modules, which is slower on CUDA.",
+        "A family without captured steps decodes by its own modules, which is slower on CUDA; so do mixtures of experts and "
+        "quantized weights of every family.",
         sep="\n",
     )
 

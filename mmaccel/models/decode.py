@@ -22,6 +22,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
+from mmaccel.models.modules import is_whole
 from mmaccel.models.step import LayerStep, Rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -56,7 +57,7 @@ def admits(model: nn.Module, family: Any, cache: Any) -> bool:
     ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
     inner = [module for part in (*layers, *ends) for module in part.modules()]
     return (
-        type(head) is nn.Linear
+        is_whole(head)
         and len({p.device for end in ends for p in end.parameters()}) == 1
         and not step.hooked(inner)
     )

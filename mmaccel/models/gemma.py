@@ -42,8 +42,8 @@ class Gemma3(Generic):
     decoder_layers = rms_norms = gated_mlps = frozenset[str]()
     unable: ClassVar[Mapping[str, str]] = {
         **Generic.unable,
-        "streams": "have layers whose window counts the tokens of a prompt",
-        "pruning": "have layers whose window counts the tokens of a prompt",
+        "streams": "have layers that see the last tokens of a prompt alone, which no memory of streams keeps for them",
+        "pruning": "have layers that see the last tokens of a prompt alone, and would see others once some are left out",
     }
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "gemma3": {

@@ -363,7 +363,8 @@ class Filled:
         """Weights of gate, up and down, then their biases or None; None where the block has to run by itself: its inner size
         is good already, or its products are not plain ones of the type and on the device of `hidden`."""
         parts = self.module.gate_proj, self.module.up_proj, self.module.down_proj
-        if not all(map(_is_plain, parts)):
+        hooked = any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in parts)
+        if hooked or not all(map(is_whole, parts)):
             return None
         given = [part.weight for part in parts] + [part.bias for part in parts]
         inner, size = parts[0].weight.shape[0], ALIGNED // hidden.element_size()
@@ -381,10 +382,9 @@ class Filled:
         return self._held
 
 
-def _is_plain(part: Any) -> bool:
-    """Whether `part` is a product with its own weight and nothing else: no adapter, no quantized weight, no hook."""
-    hooked = part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__
-    return type(part) is nn.Linear and type(part.weight) is nn.Parameter and not hooked
+def is_whole(part: Any) -> bool:
+    """Whether `part` is a product with a weight of its own: no adapter, no quantized weight."""
+    return type(part) is nn.Linear and type(part.weight) is nn.Parameter
 
 
 def _turned_rows(whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:

@@ -21,7 +21,7 @@ from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import CacheSlot, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.install import PromptHook
-from mmaccel.models.modules import normed
+from mmaccel.models.modules import is_whole, normed
 from mmaccel.models.prompt_layout import windowed
 
 DEVICES = ("cuda",)
@@ -148,7 +148,7 @@ def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
         type(layer).__name__ in family.decoder_layers
         and getattr(layer.self_attn, "sliding_window", None) is None
         and not windowed(layer.self_attn.config)
-        and all(type(linear) is nn.Linear for some in _together(layer) for linear in some)
+        and all(is_whole(linear) for some in _together(layer) for linear in some)
         and len({p.device for p in layer.parameters()}) == 1
         and all(len({one.bias is None for one in some}) == 1 for some in _together(layer))
         for layer in layers

@@ -128,8 +128,15 @@ class WrittenStream(HFStreamAdapter):
         rows = [self.family.by_frame(self.model, one)[0] for one in each]
         return self.family.by_frame(self.model, each[0])[1](torch.cat(rows))  # type: ignore[no-any-return]
 
-    def prompt(self, *given: Any) -> dict[str, Any]:
-        return {name: x for name, x in super().prompt(*given).items() if name != "video_compression_mask"}
+    def prompt(
+        self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
+    ) -> dict[str, Any]:
+        made, pace = super().prompt(frames, fps, times, tail), self.frames_a_step
+        if any(self.words_beside) and len(frames) > pace:
+            one = super().prompt(frames[:pace], fps, times, tail)
+            size, whole = (self.family.frame_size(self.model, inputs) for inputs in (one, made))
+            made |= {} if size == whole else {**one, **self._pixels(frames, size)}
+        return {name: x for name, x in made.items() if name != "video_compression_mask"}
 
     def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
         return spoken(self.words, features, [self._written.ids(moment) for moment in moments])

@@ -42,11 +42,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("name", ["tiny-qwen", "tiny-qwen3", "tiny-hybrid"])
 def test_the_line_changes_no_token_and_reaches_the_model(
-    script: ModuleType, random_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    script: ModuleType,
+    random_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     film = str(write_film(tmp_path / "film.mp4", 60))
-    asked = (random_folder("tiny-qwen"), film, "What colour was the star?")
+    asked = (random_folder(name), film, "What colour was the star?")
     reports = []
 
     class Heard(mmaccel.Accelerated):

@@ -12,6 +12,7 @@ import torch
 
 import mmaccel
 from tests.models.streams import QUESTION
+from tests.models.test_loading import QUANTIZED, quantized
 from tests.models.tiny_random import prompt, sampler
 
 T = pytest.importorskip("transformers")
@@ -60,6 +61,11 @@ def test_layers_on_a_disk(kind: str, folder: Path) -> None:
     model = mmaccel.load_model(folder, torch.float32, device_map=on)
     assert any(weight.is_meta for weight in model.parameters()), "nothing is on the disk"
     assert torch.equal(calls(model, kind), calls(plain, kind))
+
+
+@pytest.mark.parametrize("how", QUANTIZED)
+def test_quantized_weights(kind: str, folder: Path, how: str) -> None:
+    calls(quantized(folder, how), kind)
 
 
 def test_an_adapter(kind: str, folder: Path, tmp_path: Path) -> None:

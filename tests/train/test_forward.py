@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmaccel_lab.tiny import forward
+from mmaccel_lab.tiny import tower
 from mmaccel_lab.tiny.configs import SPECS, build_model
 from mmaccel_lab.train import pixels, step
 from mmaccel_lab.train.data import make_batch
@@ -28,17 +28,18 @@ def _stock(model, spec, dialect, ids, frames, videos):
     if spec.model_type == "llava_onevision":
         inputs["pixel_values_videos"] = frames.view(videos, -1, *frames.shape[1:])
     else:
-        inputs["pixel_values_videos"] = forward.patchify(frames).flatten(0, 1)
+        inputs["pixel_values_videos"] = tower.patchify(frames).flatten(0, 1)
         grid = [len(frames) // videos, spec.height // 14, spec.width // 14]
         inputs["video_grid_thw"] = torch.tensor([grid] * videos)
         inputs["mm_token_type_ids"] = (ids[None] == dialect.video).int() * 2
-        # One second a grid step and one position a second: exact in every version of transformers.
-        inputs["second_per_grid_ts"] = torch.ones(videos)
+        if not spec.stamped:
+            # One second a grid step and one position a second: exact in every version of transformers.
+            inputs["second_per_grid_ts"] = torch.ones(videos)
     with torch.no_grad():
         return model(**inputs).logits[0]
 
 
-@pytest.mark.parametrize("name", ["tiny-ov-draft", "tiny-qwen-draft"])
+@pytest.mark.parametrize("name", ["tiny-ov-draft", "tiny-qwen-draft", "tiny-qwen3", "tiny-hybrid"])
 @pytest.mark.parametrize("kind", PLANS)
 def test_branches_equal_separate_stock_prompts(name, kind, monkeypatch):
     monkeypatch.setattr("mmaccel_lab.train.data.INTERVALS", ((1.0, 1.0),))
@@ -47,10 +48,13 @@ def test_branches_equal_separate_stock_prompts(name, kind, monkeypatch):
     batch = make_batch(PLANS[kind], dialect, Random(7))
     model = build_model(spec, seed=1)
     # Random weights of trained size, so that a wrong position or a leak is seen in the logits.
+    torch.manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(3)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
     feed = step.upload(batch, torch.device("cpu"))
     frames = pixels.draw(feed.table, spec)
     with torch.no_grad():

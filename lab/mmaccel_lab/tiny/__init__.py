@@ -1,4 +1,5 @@
-"""Small vision-language models that this project trains itself and ships, two targets and a draft for each.
+"""Small vision-language models that this project trains itself: two targets and a draft for each, and two smaller targets
+of other architectures, a Qwen3-VL and a hybrid Qwen3.5.
 
 They know one synthetic world (`mmaccel_lab.world`): they name the cards a video shows, answer questions about them and
 tell the video as a long caption; each folder's README.md says how well. They are for tests, demonstrations and

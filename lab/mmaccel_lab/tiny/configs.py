@@ -1,4 +1,4 @@
-"""Sizes of the four tiny models, and the stock transformers classes built from them."""
+"""Sizes of the six tiny models, and the stock transformers classes built from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmaccel.core.errors import ModelError
-from mmaccel_lab.tiny.tokenizer import SPECIAL, VOCABULARY
+from mmaccel_lab.tiny.tokenizer import SPECIAL, STAMPED, VOCABULARY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 HEAD = 64
 PATCH = 14
 MAX_POSITIONS = 131072
-MROPE_SECTION = (8, 12, 12)
 # SigLIP and Qwen statistics of the stock processors.
 HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -39,6 +38,12 @@ class Spec:
     kv_heads: int
     inner: int
     target: str | None = None
+    deepstack: tuple[int, ...] = ()
+    """Layers of the vision tower whose features are added after the first layers of text."""
+    kinds: tuple[str, ...] = ()
+    """What each layer of text is, where not all are attention."""
+    section: tuple[int, int, int] = (8, 12, 12)
+    """How many of the rotary frequencies tell time, row and column (M-RoPE); their double is turned of each head."""
 
     @property
     def tokens_per_frame(self) -> int:
@@ -52,12 +57,22 @@ class Spec:
         return 1 if self.model_type == "llava_onevision" else 0
 
     @property
+    def mrope(self) -> bool:
+        """Whether positions are of time, row and column."""
+        return self.model_type != "llava_onevision"
+
+    @property
+    def stamped(self) -> bool:
+        """Whether the time of each frame stands before it, as text (Qwen3-VL and later)."""
+        return self.model_type in STAMPED
+
+    @property
     def mean(self) -> tuple[float, float, float]:
-        return HALF if self.model_type == "llava_onevision" else CLIP_MEAN
+        return CLIP_MEAN if self.model_type == "qwen2_5_vl" else HALF
 
     @property
     def std(self) -> tuple[float, float, float]:
-        return HALF if self.model_type == "llava_onevision" else CLIP_STD
+        return CLIP_STD if self.model_type == "qwen2_5_vl" else HALF
 
 
 _TARGET: dict[str, Any] = dict(
@@ -69,6 +84,20 @@ _DRAFT: dict[str, Any] = dict(
 )
 _OV: dict[str, Any] = dict(model_type="llava_onevision", height=112, width=112)
 _QWEN: dict[str, Any] = dict(model_type="qwen2_5_vl", height=84, width=140)
+# A quarter of the other targets' weights.
+_SMALL: dict[str, Any] = dict(
+    height=84,
+    width=140,
+    vision_layers=3,
+    vision_width=80,
+    vision_heads=2,
+    vision_inner=160,
+    hidden=160,
+    heads=4,
+    kv_heads=2,
+)
+SIDE = 8
+"""Rows and columns of the learned places of patches, where a tower has them."""
 
 SPECS: dict[str, Spec] = {
     spec.name: spec
@@ -77,6 +106,24 @@ SPECS: dict[str, Spec] = {
         Spec(name="tiny-ov-draft", target="tiny-ov", vision_inner=384, **_OV, **_DRAFT),
         Spec(name="tiny-qwen", vision_inner=432, **_QWEN, **_TARGET),
         Spec(name="tiny-qwen-draft", target="tiny-qwen", vision_inner=256, **_QWEN, **_DRAFT),
+        Spec(
+            name="tiny-qwen3",
+            model_type="qwen3_vl",
+            layers=5,
+            inner=208,
+            deepstack=(1,),
+            section=(12, 10, 10),
+            **_SMALL,
+        ),
+        Spec(
+            name="tiny-hybrid",
+            model_type="qwen3_5",
+            layers=8,
+            inner=128,
+            kinds=(*["linear_attention"] * 3, "full_attention") * 2,
+            section=(4, 2, 2),
+            **_SMALL,
+        ),
     )
 }
 
@@ -90,9 +137,23 @@ def spec_of(name: str) -> Spec:
 
 def _text(spec: Spec) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
-    if spec.model_type == "qwen2_5_vl":
-        rope["mrope_section"] = list(MROPE_SECTION)
+    if spec.mrope:
+        rope["mrope_section"] = list(spec.section)
+    more: dict[str, Any] = {}
+    if spec.stamped:
+        rope["mrope_interleaved"] = True
+        more["head_dim"] = HEAD
+    if spec.kinds:
+        rope["partial_rotary_factor"] = 2 * sum(spec.section) / HEAD
+        more.update(
+            layer_types=list(spec.kinds),
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=HEAD // 2,
+            linear_value_head_dim=HEAD // 2,
+        )
     return dict(
+        **more,
         vocab_size=VOCABULARY,
         hidden_size=spec.hidden,
         intermediate_size=spec.inner,
@@ -163,11 +224,42 @@ def _qwen(spec: Spec) -> PreTrainedModel:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
+def _qwen3(spec: Spec) -> PreTrainedModel:
+    import transformers
+
+    name = "Qwen3_5" if spec.kinds else "Qwen3VL"
+    vision: dict[str, Any] = dict(
+        depth=spec.vision_layers,
+        hidden_size=spec.vision_width,
+        intermediate_size=spec.vision_inner,
+        num_heads=spec.vision_heads,
+        patch_size=PATCH,
+        spatial_merge_size=2,
+        temporal_patch_size=1,
+        num_position_embeddings=SIDE * SIDE,
+        out_hidden_size=spec.hidden,
+    )
+    if not spec.kinds:
+        vision["deepstack_visual_indexes"] = list(spec.deepstack)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_text(spec),
+        vision_config=vision,
+        image_token_id=SPECIAL.index("<|image_pad|>"),
+        video_token_id=SPECIAL.index("<|video_pad|>"),
+        vision_start_token_id=SPECIAL.index("<|vision_start|>"),
+        vision_end_token_id=SPECIAL.index("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+    model: PreTrainedModel = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return model
+
+
 def build_model(spec: Spec, seed: int = 0) -> PreTrainedModel:
     """A freshly initialised fp32 model of `spec`; the same seed gives the same weights."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _llava(spec) if spec.model_type == "llava_onevision" else _qwen(spec)
+        made = _qwen3 if spec.stamped else _qwen if spec.mrope else _llava
+        model = made(spec)
     return model.eval()

@@ -13,6 +13,7 @@ from mmaccel_lab.tiny.tokenizer import SPECIAL, build_tokenizer
 
 BICUBIC = 3
 MAX_NEW_TOKENS = 600
+MOST_FRAMES = 2**16
 FPS = 2.0  # frames a second that are taken of a file: all that a world has, which has one
 
 
@@ -34,6 +35,15 @@ def export(model: Any, spec: Spec, words: Sequence[str], folder: Path, card: str
     shipped.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     build_tokenizer(words, spec.model_type).save_pretrained(folder)
+    if spec.model_type == "qwen3_5":
+        # Newer versions of transformers cut the text of this type in their own way, whatever the folder says, except where
+        # it names code. Without `trust_remote_code` that code is passed over.
+        place = folder / "tokenizer_config.json"
+        told = {
+            **json.loads(place.read_text(encoding="utf-8")),
+            "auto_map": {"AutoTokenizer": [None, "none.None"]},
+        }
+        place.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     for name, content in processor_files(spec).items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -79,15 +89,22 @@ def processor_files(spec: Spec) -> dict[str, dict[str, Any]]:
             temporal_patch_size=1,
             merge_size=2,
         )
-        processor = dict(processor_class="Qwen2_5_VLProcessor")
+        processor = dict(processor_class="Qwen3VLProcessor" if spec.stamped else "Qwen2_5_VLProcessor")
         image = dict(image_processor_type="Qwen2VLImageProcessor", **common)
         video = dict(
-            video_processor_type="Qwen2VLVideoProcessor",
+            video_processor_type="Qwen3VLVideoProcessor" if spec.stamped else "Qwen2VLVideoProcessor",
             do_sample_frames=False,
             fps=FPS,
-            cap_pixels_per_frame=False,
+            cap_pixels_per_frame=spec.stamped,
             **common,
         )
+        if spec.stamped:
+            # Qwen3-VL's pixels are of all frames of a video together; a cap holds for each.
+            video.update(
+                size={"shortest_edge": pixels, "longest_edge": MOST_FRAMES * pixels},
+                max_video_tokens=spec.tokens_per_frame,
+                max_frames=MOST_FRAMES,
+            )
     name = processor["processor_class"]
     return {
         "processor_config.json": processor,

@@ -27,12 +27,22 @@ SPECIAL: tuple[str, ...] = (
 )
 ROLES: tuple[str, ...] = ("system", "user", "assistant")
 
+STAMPED = ("qwen3_vl", "qwen3_5")
+"""The model types in whose prompts the time of each frame stands before it."""
+# The words of such a time, after all others; each digit is one.
+STAMP: tuple[str, ...] = ("<", ">", "seconds", *"0123456789")
+
 # What stands for an image and for a video in a prompt, by model type.
 PLACEHOLDERS: dict[str, dict[str, str]] = {
     "llava_onevision": {"image": "<image>", "video": "<video>"},
     "qwen2_5_vl": {
         "image": "<|vision_start|><|image_pad|><|vision_end|>",
         "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    },
+    # The processor writes the marks around each frame itself.
+    **{
+        kind: {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|video_pad|>"}
+        for kind in STAMPED
     },
 }
 NAMED: dict[str, dict[str, str]] = {
@@ -42,6 +52,15 @@ NAMED: dict[str, dict[str, str]] = {
         "video_token": "<|video_pad|>",
         "vision_bos_token": "<|vision_start|>",
         "vision_eos_token": "<|vision_end|>",
+    },
+    **{
+        kind: {
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "vision_start_token": "<|vision_start|>",
+            "vision_end_token": "<|vision_end|>",
+        }
+        for kind in STAMPED
     },
 }
 
@@ -67,8 +86,8 @@ def chat_template(model_type: str) -> str:
     return _TEMPLATE.replace("@video@", marks["video"]).replace("@image@", marks["image"])
 
 
-def token_table(words: Sequence[str]) -> dict[str, int]:
-    """Token string to id: special tokens, then the 256 bytes, then the words with their leading space mark."""
+def token_table(words: Sequence[str], more: Sequence[str] = ()) -> dict[str, int]:
+    """Token string to id: special tokens, then the 256 bytes, then the words with their leading space mark, `more` last."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     table = {token: place for place, token in enumerate(SPECIAL)}
@@ -77,6 +96,8 @@ def token_table(words: Sequence[str]) -> dict[str, int]:
     for word in sorted({*words, *ROLES}):
         if not word.isascii() or word != word.lower():
             raise ValueError(f"The word {word!r} is not lower-case ASCII; the tiny tokenizer cannot hold it.")
+        table.setdefault("Ġ" + word, len(table))
+    for word in more:
         table.setdefault("Ġ" + word, len(table))
     if len(table) > VOCABULARY:
         raise ValueError(f"{len(table)} tokens do not fit in a vocabulary of {VOCABULARY}; raise VOCABULARY.")
@@ -88,12 +109,15 @@ def build_tokenizer(words: Sequence[str], model_type: str) -> PreTrainedTokenize
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    stamped = model_type in STAMPED
+    pieces = r"\d|[^\W\d]+|[^\w\s]" if stamped else r"\w+|[^\w\s]"
+    table = token_table(words, STAMP if stamped else ())
     # No merges: a piece is one token when it is in the table, and bytes otherwise.
-    inner = Tokenizer(models.BPE(vocab=token_table(words), merges=[], ignore_merges=True))
+    inner = Tokenizer(models.BPE(vocab=table, merges=[], ignore_merges=True))
     inner.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), behavior="removed", invert=True),
+            pre_tokenizers.Split(Regex(pieces), behavior="removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False),
         ]
     )

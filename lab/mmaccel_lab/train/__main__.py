@@ -11,13 +11,13 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from mmaccel.core.errors import MmaccelError  # noqa: E402
-from mmaccel.models.shipped import NAMES  # noqa: E402
+from mmaccel_lab.tiny.configs import SPECS  # noqa: E402
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mmaccel_lab.train", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in (*NAMES, "all"):
+    for name in (*SPECS, "all"):
         told = "train every tiny model, one a GPU" if name == "all" else f"train {name}"
         one = commands.add_parser(name, help=told, description=told)
         one.add_argument(
@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
             one.add_argument("--initial", type=Path, help="exported folder whose weights to start from")
             one.add_argument("--steps", type=int, help="a schedule of so many steps instead of the clock")
         else:
-            one.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="which models")
+            one.add_argument(
+                "--only", nargs="+", choices=list(SPECS), default=list(SPECS), help="which models"
+            )
     test = commands.add_parser("test", help="evaluate an exported folder")
     test.add_argument("folder", type=Path)
     test.add_argument("--quick", action="store_true")

@@ -10,7 +10,12 @@ from mmaccel_lab.train.evaluate import Scores, table
 from mmaccel_lab.world import SCENES, SHAPES
 from mmaccel_lab.world.words import QUESTIONS
 
-_FAMILY = {"llava_onevision": "LLaVA-OneVision", "qwen2_5_vl": "Qwen2.5-VL"}
+_FAMILY = {
+    "llava_onevision": "LLaVA-OneVision",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_5": "Qwen3.5",
+}
 
 
 def _asked() -> str:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from mmaccel.models.shipped import CAPTION_REQUEST
 from mmaccel_lab import world
 from mmaccel_lab.tiny import CAPTION_REQUESTS
+from mmaccel_lab.tiny.delta import Chunks, chunked
 from mmaccel_lab.train.dialect import INTERVALS, Dialect, Ids, Span
 from mmaccel_lab.train.plan import Plan
 from mmaccel_lab.world.words import NOTE, OBJECTS
@@ -47,7 +48,7 @@ class Batch:
     `table`: render table of all frames in reading order; `codec` [F]: strength of the codec loss, 0 is none.
     `recall` [C, tokens of a frame]: where, in the flattened ids, the tokens of frames that have a past to remember are,
     and `past` [C, 4]: what that past is (see `mmaccel_lab.train.probe.Recall`). `notes` [M]: where the colours in notes are,
-    and `owners` [M]: whose they are, by place in `OBJECTS`.
+    and `owners` [M]: whose they are, by place in `OBJECTS`. `chunks`: of models with layers that carry a state.
     """
 
     plan: Plan
@@ -68,6 +69,7 @@ class Batch:
     notes: Ids
     owners: Ids
     videos: int
+    chunks: Chunks | None = None
 
     @property
     def prefix(self) -> int:
@@ -189,12 +191,10 @@ def _assemble(
     videos: int,
 ) -> Batch:
     laid = [dialect.lay(row.spans, interval) for row in rows]
-    starts = [dialect.next_position(row.spans) for row in rows]
     written = [_write(dialect, row.branches) for row in rows]
-    prefix = _round(max(len(ids) for ids, _ in laid), 8)
+    prefix = _round(max(len(ids) for ids, *_ in laid), 8)
     count = _round(max(len(one[0]) for one in written), 8)
     count += _round(prefix + count, 16) - prefix - count
-    many = dialect.spec.model_type == "qwen2_5_vl"
 
     ids = np.full((len(rows), prefix + count), dialect.pad, dtype=np.int64)
     positions = np.zeros((len(rows), 3, prefix + count), dtype=np.int64)
@@ -203,12 +203,14 @@ def _assemble(
     marks: list[Ids] = []
     weights: list[float] = []
     answer = 0
-    for r, ((seen, places), (tokens, offsets, owners, labels)) in enumerate(zip(laid, written, strict=True)):
+    for r, ((seen, places, start), (tokens, offsets, owners, labels)) in enumerate(
+        zip(laid, written, strict=True)
+    ):
         length[r] = len(seen)
         ids[r, : len(seen)] = seen
         positions[r, :, : len(seen)] = places
         ids[r, prefix : prefix + len(tokens)] = tokens
-        positions[r, :, prefix : prefix + len(tokens)] = offsets + starts[r]
+        positions[r, :, prefix : prefix + len(tokens)] = offsets + start
         branch[r, : len(tokens)] = owners
         for column, label, kind, number in labels:
             marks.append(np.array([r, column, label, _KIND[kind], answer + number]))
@@ -220,7 +222,7 @@ def _assemble(
     return Batch(
         plan=plan,
         ids=ids,
-        positions=positions.transpose(1, 0, 2).copy() if many else positions[:, 0].copy(),
+        positions=positions.transpose(1, 0, 2).copy() if dialect.spec.mrope else positions[:, 0].copy(),
         branch=branch,
         length=length,
         rows=marked[0],
@@ -236,6 +238,7 @@ def _assemble(
         notes=notes[0] * ids.shape[1] + notes[1],
         owners=owners,
         videos=videos,
+        chunks=chunked(length, branch, prefix) if dialect.spec.kinds else None,
     )
 
 

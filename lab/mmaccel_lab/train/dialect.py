@@ -6,7 +6,7 @@ conversation, so what a model was trained on is what the packaged prompt gives i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +51,11 @@ class Dialect:
         self.tokenizer = build_tokenizer(words(), spec.model_type)
         vocabulary = self.tokenizer.get_vocab()
         self._id = {token[1:]: place for token, place in vocabulary.items() if token.startswith("Ġ")}
-        self.video = SPECIAL.index("<video>" if spec.model_type == "llava_onevision" else "<|video_pad|>")
+        self.video = SPECIAL.index("<|video_pad|>" if spec.mrope else "<video>")
         self.end = SPECIAL.index("<|im_end|>")
         self.pad = SPECIAL.index("<|endoftext|>")
         question, answer = "star", "moon"
+        self._begin, self._end = ([SPECIAL.index(f"<|vision_{side}|>")] for side in ("start", "end"))
         said: list[dict[str, Any]] = [
             {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]},
             {"role": "assistant", "content": answer},
@@ -94,10 +95,25 @@ class Dialect:
                 spans += [Span(self.video_open), Span(frames=piece[2] - piece[1]), Span(self.video_close)]
         return spans
 
-    def lay(self, spans: Sequence[Span], interval: float) -> tuple[Ids, Ids]:
-        """Ids [S] and positions [S] (LLaVA) or [3, S] (M-RoPE) of a prompt; see `next_position` for what follows."""
-        ids, places, start = [], [], 0
+    def stamp(self, seconds: float) -> Ids:
+        """The time that stands before a frame."""
+        return self.encode(" ".join((*f"<{seconds:.1f}", "seconds", ">")))
+
+    def _apart(self, spans: Sequence[Span], interval: float) -> Iterator[Span]:
+        """The spans with each frame one of its own, behind its time, where a model has them so."""
         for span in spans:
+            if span.ids is not None or not self.spec.stamped:
+                yield span
+                continue
+            for frame in range(span.frames):
+                yield Span(np.append(self.stamp(frame * (interval or 1.0)), self._begin))
+                yield Span(frames=1)
+                yield Span(self._array(self._end))
+
+    def lay(self, spans: Sequence[Span], interval: float) -> tuple[Ids, Ids, int]:
+        """Ids [S] and positions [S] (LLaVA) or [3, S] (M-RoPE) of a prompt, and the position of the token after it."""
+        ids, places, start = [], [], 0
+        for span in self._apart(spans, interval):
             if span.ids is not None:
                 ids.append(span.ids)
                 places.append(np.broadcast_to(np.arange(start, start + len(span.ids)), (3, len(span.ids))))
@@ -105,7 +121,7 @@ class Dialect:
                 continue
             count = span.frames * self.spec.tokens_per_frame + self.spec.newline
             ids.append(np.full(count, self.video, dtype=np.int64))
-            if self.spec.model_type == "llava_onevision":
+            if not self.spec.mrope:
                 places.append(np.broadcast_to(np.arange(start, start + count), (3, count)))
                 start += count
             else:
@@ -116,19 +132,7 @@ class Dialect:
                 # The text after a video goes on from its first frame's grid, as Qwen2.5-VL has it.
                 start += max(rows, columns)
         laid = np.concatenate(places, axis=1)
-        return np.concatenate(ids), laid if self.spec.model_type == "qwen2_5_vl" else laid[0]
-
-    def next_position(self, spans: Sequence[Span]) -> int:
-        """The position of the token after a prompt."""
-        at = 0
-        for span in spans:
-            if span.ids is not None:
-                at += len(span.ids)
-            elif self.spec.model_type == "llava_onevision":
-                at += span.frames * self.spec.tokens_per_frame + self.spec.newline
-            else:
-                at += max(self.spec.height, self.spec.width) // PATCH // 2
-        return at
+        return np.concatenate(ids), laid if self.spec.mrope else laid[0], start
 
 
 __all__ = ["CAPTION_REQUESTS", "INTERVALS", "Dialect", "Ids", "Span", "words"]

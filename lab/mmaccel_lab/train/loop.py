@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError
-from mmaccel_lab.tiny import forward
+from mmaccel_lab.tiny import halves
 from mmaccel_lab.tiny.configs import Spec, build_model, spec_of
 from mmaccel_lab.train import evaluate, pixels, step
 from mmaccel_lab.train.data import KINDS
@@ -84,6 +84,11 @@ def _initialise(model: Any, spec: Spec, seed: int) -> None:
     into_stream = ("o_proj", "down_proj", "out_proj", "fc2", "attn.proj")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.zero_()
+            elif name.endswith("dt_bias"):
+                # Heads that forget within two tokens, and up to a thousand: the inverse of softplus.
+                parameter.copy_(torch.logspace(-3, -0.3, len(parameter)).expm1().log())
             if parameter.ndim < 2 or "position_embedding" in name:
                 continue
             scale = 0.05 if "embed_tokens" in name else parameter[0].numel() ** -0.5
@@ -153,7 +158,7 @@ class Trainer:
         if options.resume is not None:
             self._load(options.resume / "checkpoint.pt")
         if options.fuse:
-            forward.compile_layers()
+            halves.compile_layers()
         self.model.train()
         self.stopped = False
 
@@ -206,9 +211,9 @@ class Trainer:
         feeder = Feeder(recipe, self.step, options.workers)
         meter = _Meter(self)
         try:
-            # The first batch may wait for workers to start; the schedule must not pass meanwhile.
+            # The first batch waits for workers to start, the first step compiles; the schedule must not pass meanwhile.
             batch = feeder.next(self.progress)
-            clock = _Clock(options, self.progress)
+            clock: _Clock | None = None
             saved = quick = time.monotonic()
             while not self.stopped and self.progress < options.stop_at:
                 try:
@@ -220,6 +225,7 @@ class Trainer:
                     self.optimiser.zero_grad(set_to_none=True)
                     torch.cuda.empty_cache()
                 self.step += 1
+                clock = clock or _Clock(options, self.progress)
                 self.progress = self.step / options.steps if options.steps else clock.progress()
                 if self.progress >= options.stop_at:
                     break

@@ -19,7 +19,6 @@ import torch
 
 from mmaccel.core.errors import ModelError
 from mmaccel.models.loading import load_model
-from mmaccel.models.shipped import NAMES
 from mmaccel_lab import tiny
 from mmaccel_lab.tiny.configs import SPECS, Spec, build_model, spec_of
 from mmaccel_lab.tiny.package import export
@@ -151,7 +150,7 @@ def _object(file: Path, mend: str) -> dict[str, Any]:
 
 def install(runs: Path) -> None:
     """Copy the exported folders of `runs` to where the package looks for its models; each is there whole or not at all."""
-    found = [name for name in NAMES if (runs / name / "export" / "model.safetensors").is_file()]
+    found = [name for name in SPECS if (runs / name / "export" / "model.safetensors").is_file()]
     if not found:
         raise ModelError(f"there is no <name>/export in {runs}; give the --out folder of `all`.")
     for name in found:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmaccel_lab.tiny import forward
+from mmaccel_lab.tiny import delta, forward, tower
 from mmaccel_lab.tiny.configs import Spec
 from mmaccel_lab.train.data import KINDS, Batch
 
@@ -34,6 +34,7 @@ class Feed:
     owners: Tensor
     prefix: int
     videos: int
+    chunks: delta.Chunks | None
 
 
 def upload(batch: Batch, device: torch.device) -> Feed:
@@ -60,6 +61,7 @@ def upload(batch: Batch, device: torch.device) -> Feed:
         owners=send(batch.owners),
         prefix=batch.prefix,
         videos=batch.videos,
+        chunks=None if batch.chunks is None else batch.chunks.to(device),
     )
 
 
@@ -77,12 +79,12 @@ class Seen:
 
 def look(model: Any, spec: Spec, feed: Feed, frames: Tensor) -> Seen:
     """Run a batch."""
-    branches = forward.Branches(feed.prefix, feed.seen)
-    features = forward.encode(model, spec, frames)
+    branches = forward.Branches(feed.prefix, feed.seen, feed.chunks)
+    features = tower.encode(model, spec, frames)
     states, halfway = forward.hidden_states(
         model, spec, feed.ids, feed.positions, features, feed.videos, branches
     )
-    return Seen(states, features, halfway[feed.recall], halfway[feed.notes])
+    return Seen(states, features[..., : spec.hidden], halfway[feed.recall], halfway[feed.notes])
 
 
 def label_logits(model: Any, feed: Feed, seen: Seen) -> Tensor:

@@ -83,10 +83,10 @@ async def socket(websocket: WebSocket, number: str) -> None:
                 await websocket.accept()
                 first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), 10))
                 asks = streams.engine.settings.caller(first.key) if isinstance(first, KeyMessage) else None
-            stream = streams.get(number, asks)
         else:
             await websocket.accept()
-            stream = streams.get(number, asks)
+        await streams.bring(number, asks)
+        stream = streams.get(number, asks)
         with streams.socket(asks):
             talk = Talk(websocket, streams, stream)
             try:

@@ -135,8 +135,17 @@ class Streams:
             raise Refused(404, "there is no stream of this id; open one.", "stream_not_found")
         return found
 
-    async def open(self, asked: SessionRequest, caller: str) -> Stream:
-        """A new stream, or one that goes on from a saved one. Raises `Refused` where there are too many."""
+    async def bring(self, number: str, caller: str | None) -> None:
+        """Make sure that a stream is here, where streams move between servers."""
+
+    async def changed(self, stream: Stream) -> None:
+        """Note that a stream has taken in frames, or turns of a conversation."""
+
+    async def open(
+        self, asked: SessionRequest, caller: str, number: str | None = None, folder: Path | None = None
+    ) -> Stream:
+        """A new stream, or one that goes on from a saved one: as `asked` says, or in `folder`, whose id is `number`. Raises
+        `Refused` where there are too many."""
         engine, kept = self.engine, None
         names = engine.streams()
         if not names:
@@ -155,7 +164,8 @@ class Streams:
             raise Refused(429, "too many streams are open; close one.", "too_many_streams")
         self._opening[caller] = self._opening.get(caller, 0) + 1
         try:
-            folder = None if asked.resume is None else self.folder(asked.resume, caller)
+            if asked.resume is not None:
+                folder = self.folder(asked.resume, caller)
             if folder is not None and not folder.is_dir():
                 raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
             make = partial(Kept, engine.model, engine.processor, engine.recipes[name], self.limits)
@@ -171,7 +181,7 @@ class Streams:
             raise
         finally:
             self._opening[caller] -= 1
-        made = Stream(secrets.token_urlsafe(18), caller, name, kept)
+        made = Stream(number or secrets.token_urlsafe(18), caller, name, kept)
         self._open[made.id] = made
         return made
 
@@ -179,6 +189,10 @@ class Streams:
         """End its calls, and give back what it holds."""
         if self._open.pop(stream.id, None) is not None:
             await stream.session.close()
+
+    async def delete(self, stream: Stream) -> None:
+        """Close it for good, as its owner asks."""
+        await self.close(stream)
 
     def folder(self, name: str, caller: str) -> Path:
         """Where a caller's stream of this name is saved."""
@@ -236,6 +250,7 @@ class Streams:
                 taken: int = await call(timeout=max(0.01, deadline.left() or 0.0))
             await threaded(partial(stream.kept.pictures.add, first, frames[:taken]))
             await stream.kept.count()
+            await self.changed(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))
         return taken
@@ -260,6 +275,8 @@ class Streams:
                     yield reply
             finally:
                 await reply.aclose()
+            if asked.chat:
+                await self.changed(stream)
 
     def told(self, stream: Stream, asked: AskRequest, answer: Answer) -> dict[str, Any]:
         """An answer as JSON."""
@@ -278,8 +295,11 @@ class Streams:
         }
 
 
-def streams_of(request: Request) -> Streams:
-    return request.app.state.streams  # type: ignore[no-any-return]
+async def streams_of(request: Request, asks: Asks) -> Streams:
+    streams: Streams = request.app.state.streams
+    if (number := request.path_params.get("number")) is not None:
+        await streams.bring(number, asks)
+    return streams
 
 
 TheStreams = Annotated[Streams, Depends(streams_of)]
@@ -376,7 +396,7 @@ async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) 
 @router.delete("/{number}")
 async def close(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """Close the stream."""
-    await streams.close(streams.get(number, asks))
+    await streams.delete(streams.get(number, asks))
     return {"id": number, "deleted": True}
 
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.metrics import Gauge
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
-from ray.util.metrics import Gauge
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.streams.live import threaded
@@ -174,11 +174,11 @@ def _write(place: Path, facts: dict[str, Any]) -> None:
 
 
 async def _tell(registry: Any) -> None:
-    """Give Ray the metrics of a replica, again and again; it adds which replica they are of."""
+    """Give Ray the metrics of a replica, again and again; Ray tells them as `ray_mmaccel_...`, with the replica's name."""
     gauges = dict[str, Gauge]()
     while True:
         for family in registry.collect():
-            for one in family.samples:
+            for one in (one for one in family.samples if not one.name.endswith("_created")):
                 if one.name not in gauges:
                     gauges[one.name] = Gauge(one.name, family.documentation, tuple(one.labels))
                 gauges[one.name].set(one.value, one.labels)

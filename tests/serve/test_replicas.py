@@ -238,6 +238,14 @@ def watched(url: str, number: int) -> dict[str, Any]:
         return dict(pool.map(one, range(number)))
 
 
+def metrics_of_ray() -> list[str]:
+    """What Prometheus reads of the machine, of ours."""
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    lines = httpx2.get(url, trust_env=False).text.splitlines()
+    return [line for line in lines if line.startswith("ray_mmaccel_")]
+
+
 def said(url: str, name: str) -> Any:
     return told(surely(url, "POST", f"/{name}/ask", question=QUESTION, max_tokens=4))
 
@@ -261,6 +269,12 @@ def test_a_replica_is_killed_and_every_stream_answers_as_it_did(tmp_path: Path, 
         more = surely(url, "POST", f"/{name}/frames", frames=list(jpegs()[20:22]), fps=1).json()
         assert more["frames"] == frames + 2
         wait_for(2)
+        end = time.monotonic() + 60
+        while (
+            len({one.split('replica="')[1][:8] for one in metrics_of_ray() if "mmaccel_streams{" in one}) < 2
+        ):
+            assert time.monotonic() < end, "Ray does not tell the streams of both replicas"
+            time.sleep(1)
 
 
 @pytest.mark.slow

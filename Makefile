@@ -21,7 +21,7 @@ SEED ?= 100
 SOURCE ?= $(notdir $(STOCK:/=))
 STOCK_OUT ?= runs/stock.jsonl
 
-.PHONY: install serve demo test test-page test-numeric test-oldest test-stock check lint types house house-write docs train bench clean
+.PHONY: install serve demo test test-page test-many test-numeric test-oldest test-stock check lint types house house-write docs train bench clean
 
 install: $(STAMP)
 
@@ -69,6 +69,13 @@ test-page: $(STAMP)
 	@command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y -qq --no-install-recommends chromium \
 		|| { echo "error: no chromium is here and none could be installed; page tests did not run." >&2; exit 2; }
 	$(TEST_ENV) $(PY) -m pytest tests/serve/test_page.py -m page
+
+# Layouts of lmms-eval, and replicas on Ray Serve; an environment of its own, for lmms-eval wants an older PyAV.
+test-many:
+	$(MAKE) install VENV=.venv-many
+	grep -v '^av==' constraints.txt > .venv-many/constraints.txt
+	.venv-many/bin/python -m pip install --quiet -c .venv-many/constraints.txt -e '.[eval,ray]'
+	$(TEST_ENV) .venv-many/bin/python -m pytest tests/lmms tests/serve/test_replicas.py -m 'slow or not slow'
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -71,6 +71,10 @@ LAB_WALLS: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
+# Modules that cannot be imported without a package that few have.
+OPTIONAL = {"mmaccel.lmms": "lmms_eval", "mmaccel.serve.replicas": "ray"}
+
+
 def python_files(*folders: Path) -> list[Path]:
     """All Python files below the folders, sorted."""
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
@@ -153,9 +157,8 @@ def with_one_importer() -> tuple[list[str], int]:
 def load_all() -> None:
     """Import all that a call may import later, so that imports are not counted as its steps."""
     heavy = ("mmaccel.cli", "mmaccel.backends.triton", "mmaccel.backends.flash.within", "mmaccel.__main__")
-    heavy += ("mmaccel.lmms", "mmaccel.serve.replicas")  # of packages that few have
     for name in map(module_name, FILES):
-        if not name.startswith(heavy):
+        if not name.startswith((*heavy, *OPTIONAL)):
             importlib.import_module(name)
 
 

@@ -143,13 +143,11 @@ class SharedStreams(Streams):
             state = self._seen[stream.id] = secrets.token_hex(8)
             await threaded(partial(_write, place, facts | {"state": state}))
 
-    async def close(self, stream: Stream) -> None:
+    async def close(self, stream: Stream, forget: bool = False) -> None:
         self._seen.pop(stream.id, None)
         await super().close(stream)
-
-    async def delete(self, stream: Stream) -> None:
-        await self.close(stream)
-        await threaded(partial(shutil.rmtree, self._live / stream.id, True))
+        if forget:
+            await threaded(partial(shutil.rmtree, self._live / stream.id, True))
 
     def _expire(self) -> None:
         """Remove streams that nobody has used for as long as one may stay."""

@@ -17,7 +17,7 @@ from mmaccel.serve import sources
 from mmaccel.serve.guard import said
 from mmaccel.serve.messages import AskRequest, Seconds, Strict
 from mmaccel.serve.settings import Refused
-from mmaccel.serve.streams import CLIP, WAITING, Stream, Streams, facts, router
+from mmaccel.serve.streams import Stream, Streams, facts, router
 
 
 class KeyMessage(Strict):
@@ -63,6 +63,10 @@ Incoming: TypeAdapter[Any] = TypeAdapter(
         Field(discriminator="type"),
     ]
 )
+WAITING = 32
+"""Frames of a WebSocket that wait to be taken in; what comes then is left out, and told."""
+CLIP = 16
+"""Of these, at most so many are taken in at once."""
 ANSWERS = 8
 """Questions of one socket that are answered at once."""
 

@@ -36,10 +36,6 @@ from mmaccel.serve.turns import Turns
 
 log = logging.getLogger("mmaccel.serve")
 router = APIRouter(prefix="/v1/streaming/sessions", tags=["streams"])
-WAITING = 32
-"""Frames of a WebSocket that wait to be taken in; what comes then is left out, and told."""
-CLIP = 16
-"""Of these, at most so many are taken in at once."""
 
 
 @dataclass(eq=False)
@@ -144,8 +140,7 @@ class Streams:
     async def open(
         self, asked: SessionRequest, caller: str, number: str | None = None, folder: Path | None = None
     ) -> Stream:
-        """A new stream, or one that goes on from a saved one: as `asked` says, or in `folder`, whose id is `number`. Raises
-        `Refused` where there are too many."""
+        """A new stream, or one saved as `asked` says, or of id `number` in `folder`. Raises `Refused` for too many."""
         engine, kept = self.engine, None
         names = engine.streams()
         if not names:
@@ -185,14 +180,10 @@ class Streams:
         self._open[made.id] = made
         return made
 
-    async def close(self, stream: Stream) -> None:
-        """End its calls, and give back what it holds."""
+    async def close(self, stream: Stream, forget: bool = False) -> None:
+        """End its calls, and give back what it holds; with `forget` for good, as its owner asks."""
         if self._open.pop(stream.id, None) is not None:
             await stream.session.close()
-
-    async def delete(self, stream: Stream) -> None:
-        """Close it for good, as its owner asks."""
-        await self.close(stream)
 
     def folder(self, name: str, caller: str) -> Path:
         """Where a caller's stream of this name is saved."""
@@ -396,7 +387,7 @@ async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) 
 @router.delete("/{number}")
 async def close(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """Close the stream."""
-    await streams.delete(streams.get(number, asks))
+    await streams.close(streams.get(number, asks), forget=True)
     return {"id": number, "deleted": True}
 
 

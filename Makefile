@@ -21,7 +21,7 @@ SEED ?= 100
 SOURCE ?= $(notdir $(STOCK:/=))
 STOCK_OUT ?= runs/stock.jsonl
 
-.PHONY: install serve demo test test-page test-many test-numeric test-oldest test-stock check lint types house house-write docs train bench clean
+.PHONY: install serve demo test test-page test-numeric test-oldest test-stock check lint types house house-write docs train bench clean
 
 install: $(STAMP)
 
@@ -71,6 +71,7 @@ test-page: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest tests/serve/test_page.py -m page
 
 # Layouts of lmms-eval, and replicas on Ray Serve; an environment of its own, for lmms-eval wants an older PyAV.
+.PHONY: test-many
 test-many:
 	$(MAKE) install VENV=.venv-many
 	grep -v '^av==' constraints.txt > .venv-many/constraints.txt

@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 NAME = "mmaccel"
 """Of the application and of its deployment."""
 LIVE = ".live"
-"""The folder of open streams, beside those of saved ones; no caller's name for a stream begins so."""
+"""The folder of open streams, beside the folders of callers."""
 NUMBER = re.compile(rf"{router.prefix}/([\w-]{{16,64}}\.[\w-]{{1,64}})(/|$)")
-"""The path of a stream, with its id: random characters, a dot, the replica that opened it."""
-FACTS = "stream.json"
-"""Of each of them: whose it is, its recipe, its conversation, and a mark of its state."""
+"""The path of a stream. Its id is random characters, a dot, and the replica that opened it."""
+SESSION, FACTS = "session", "stream.json"
+"""Of each open stream: its saved session; and its owner, recipe, conversation, and a random mark of this state."""
 TELLS_S = 5.0
-"""Seconds between two times at which a replica gives Ray its metrics."""
+"""Seconds between two reports of a replica's metrics to Ray."""
 Make = Callable[[], "Engine"]
 
 
 class ByStream(RequestRouter):
-    """Sends a stream's requests to the replica that holds it, others to the less busy of two."""
+    """Sends requests on a stream to the replica that holds it, and others to the less busy of two."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -68,8 +68,8 @@ class ByStream(RequestRouter):
 
 
 def home(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
-    """The replica of a stream: that which its id names. While it is gone, one by a hash (rendezvous hashing), so that few
-    streams move where replicas come and go."""
+    """The replica that its id names, or if that is gone, one by rendezvous hashing: when replicas come or go, only some of
+    these streams move again."""
 
     def weight(one: Any) -> tuple[bool, bytes]:
         return name(one) == number.rpartition(".")[2], hashlib.sha256(
@@ -80,14 +80,14 @@ def home(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str)
 
 
 class SharedStreams(Streams):
-    """The streams of one replica, each a copy of what the shared folder has."""
+    """The streams of one replica. The shared folder has the state of each; a stream here is a copy of it."""
 
     def __init__(self, engine: Engine, replica: str) -> None:
         super().__init__(engine)
         assert engine.settings.saves is not None
         self._replica, self._live = replica, engine.settings.saves / LIVE
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._seen: dict[str, str] = {}  # the state of the folder that a stream here is a copy of
+        self._seen: dict[str, str] = {}  # by stream, the mark of the state that it is a copy of
 
     async def __aenter__(self) -> None:
         await threaded(self._expire)
@@ -98,31 +98,35 @@ class SharedStreams(Streams):
         self._telling.cancel()
         await super().__aexit__(*error)
 
-    async def open(
-        self, asked: SessionRequest, caller: str, number: str | None = None, folder: Path | None = None
-    ) -> Stream:
-        new = number or f"{secrets.token_urlsafe(18)}.{self._replica}"
-        stream = await super().open(asked, caller, new, folder)
+    async def open(self, asked: SessionRequest, caller: str, number: str | None = None) -> Stream:
+        stream = await super().open(asked, caller)
+        del self._open[stream.id]
+        stream.id = number or f"{stream.id}.{self._replica}"
+        self._open[stream.id] = stream
         if number is None:
-            (self._live / new).mkdir(parents=True, mode=0o700)
+            (self._live / stream.id).mkdir(parents=True, mode=0o700)
             await self.changed(stream)
         return stream
 
+    def folder(self, name: str, caller: str) -> Path:
+        # No name that a caller gives has a dot.
+        return self._live / name / SESSION if "." in name else super().folder(name, caller)
+
     async def bring(self, number: str, caller: str | None) -> None:
-        """Have the stream as the folder has it."""
+        """Open the stream from the folder, unless the copy here has the same state."""
         if not NUMBER.fullmatch(f"{router.prefix}/{number}") or await self._is_here(number):
             return
-        async with self._locks[number]:  # what is being saved here is not read
+        async with self._locks[number]:  # a save of ours ends first
             if await self._is_here(number):
                 return
             if (have := self._open.get(number)) is not None:
                 await self.close(have)
             facts = await threaded(partial(_read, self._live / number))
             if facts is None or facts["owner"] != caller:
-                return  # nobody learns that it is there
-            folder = self._live / number / "session"
-            asked = SessionRequest(recipe=facts["recipe"])
-            stream = await self.open(asked, facts["owner"], number, folder if folder.exists() else None)
+                return  # `get` says that there is none
+            saved = number if (self._live / number / SESSION).exists() else None
+            asked = SessionRequest.model_construct(recipe=facts["recipe"], resume=saved)
+            stream = await self.open(asked, facts["owner"], number)
             stream.session.session.history, self._seen[number] = facts["history"], facts["state"]
 
     async def _is_here(self, number: str) -> bool:
@@ -138,7 +142,7 @@ class SharedStreams(Streams):
                     409, "the stream has gone on elsewhere; look at it and send this again.", "moved"
                 )
             if session.frames:
-                await session.save(place / "session")
+                await session.save(place / SESSION)
             facts = {"owner": stream.owner, "recipe": stream.recipe, "history": session.session.history}
             state = self._seen[stream.id] = secrets.token_hex(8)
             await threaded(partial(_write, place, facts | {"state": state}))
@@ -150,14 +154,14 @@ class SharedStreams(Streams):
             await threaded(partial(shutil.rmtree, self._live / stream.id, True))
 
     def _expire(self) -> None:
-        """Remove streams that nobody has used for as long as one may stay."""
+        """Delete streams that have been idle for longer than `idle_seconds`."""
         for file in self._live.glob(f"*/{FACTS}"):
             if time.time() - file.stat().st_mtime > self.limits.idle_seconds:
                 shutil.rmtree(file.parent, True)
 
 
 def _read(place: Path) -> dict[str, Any] | None:
-    """What the folder has of a stream, which is in use; None where there is none."""
+    """Read the facts of a stream, and mark it as used; None if there is no stream."""
     try:
         os.utime(place / FACTS)
         return dict(json.loads((place / FACTS).read_text(encoding="utf-8")))
@@ -172,7 +176,7 @@ def _write(place: Path, facts: dict[str, Any]) -> None:
 
 
 async def _tell(registry: Any) -> None:
-    """Give Ray the metrics of a replica, again and again; Ray tells them as `ray_mmaccel_...`, with the replica's name."""
+    """Report the metrics of a replica to Ray, which exports them as `ray_mmaccel_...` with a label `replica`."""
     gauges = dict[str, Gauge]()
     while True:
         for family in registry.collect():
@@ -186,7 +190,8 @@ async def _tell(registry: Any) -> None:
 def deploy(
     make: Make, settings: Settings, replicas: str = "1", gpus: float = 1, blocking: bool = True
 ) -> None:
-    """Serve what `make` makes in each replica: so many, or between two numbers by load ("1-8"), each with `gpus` GPUs."""
+    """Serve on Ray until stopped. Each replica calls `make` and has `gpus` GPUs; `replicas` is their number, or a range that
+    Ray scales in by load ("1-8"). Raises `RecipeError`."""
     if settings.saves is None:
         raise RecipeError("--ray: streams move by a folder that all machines see; give it by --saves.")
     if not (told := re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", replicas)):

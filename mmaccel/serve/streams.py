@@ -131,16 +131,8 @@ class Streams:
             raise Refused(404, "there is no stream of this id; open one.", "stream_not_found")
         return found
 
-    async def bring(self, number: str, caller: str | None) -> None:
-        """Make sure that a stream is here, where streams move between servers."""
-
-    async def changed(self, stream: Stream) -> None:
-        """Note that a stream has taken in frames, or turns of a conversation."""
-
-    async def open(
-        self, asked: SessionRequest, caller: str, number: str | None = None, folder: Path | None = None
-    ) -> Stream:
-        """A new stream, or one saved as `asked` says, or of id `number` in `folder`. Raises `Refused` for too many."""
+    async def open(self, asked: SessionRequest, caller: str) -> Stream:
+        """A new stream, or one that goes on from a saved one. Raises `Refused` where there are too many."""
         engine, kept = self.engine, None
         names = engine.streams()
         if not names:
@@ -159,8 +151,7 @@ class Streams:
             raise Refused(429, "too many streams are open; close one.", "too_many_streams")
         self._opening[caller] = self._opening.get(caller, 0) + 1
         try:
-            if asked.resume is not None:
-                folder = self.folder(asked.resume, caller)
+            folder = None if asked.resume is None else self.folder(asked.resume, caller)
             if folder is not None and not folder.is_dir():
                 raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
             make = partial(Kept, engine.model, engine.processor, engine.recipes[name], self.limits)
@@ -176,14 +167,20 @@ class Streams:
             raise
         finally:
             self._opening[caller] -= 1
-        made = Stream(number or secrets.token_urlsafe(18), caller, name, kept)
+        made = Stream(secrets.token_urlsafe(18), caller, name, kept)
         self._open[made.id] = made
         return made
 
     async def close(self, stream: Stream, forget: bool = False) -> None:
-        """End its calls, and give back what it holds; with `forget` for good, as its owner asks."""
+        """End its calls, and give back what it holds; with `forget`, delete it."""
         if self._open.pop(stream.id, None) is not None:
             await stream.session.close()
+
+    async def bring(self, number: str, caller: str | None) -> None:
+        """Open the stream here if another server holds it. A server alone has nothing to do."""
+
+    async def changed(self, stream: Stream) -> None:
+        """Called after a stream has taken in frames or a turn of a conversation."""
 
     def folder(self, name: str, caller: str) -> Path:
         """Where a caller's stream of this name is saved."""
@@ -288,8 +285,7 @@ class Streams:
 
 async def streams_of(request: Request, asks: Asks) -> Streams:
     streams: Streams = request.app.state.streams
-    if (number := request.path_params.get("number")) is not None:
-        await streams.bring(number, asks)
+    await streams.bring(request.path_params.get("number", ""), asks)
     return streams
 
 

@@ -50,6 +50,8 @@ ONLY_IN = {
     "typer": ("cli/", "lab/cli/"),
     "matplotlib": ("figure.py", "search/", "cli/draw.py", "lab/eval/"),
     "torchvision": (),
+    "lmms_eval": ("lmms.py",),
+    "ray": ("serve/replicas.py",),
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "httpcore2"), ("serve/",)
     ),

@@ -194,6 +194,31 @@ def test_the_harness_s_own_openai_model_asks_our_server(
     assert samples(tmp_path, "world_open") == [[one] for one in right]
 
 
+def test_what_is_not_served_is_told(shipped: Callable[[str], str]) -> None:
+    from mmaccel.core.errors import MmaccelError
+    from mmaccel.lmms import Mmaccel
+
+    shipped("tiny-ov")
+    with pytest.raises(MmaccelError, match=r"model_args: 'max_pixels' is unknown; give pretrained"):
+        Mmaccel("tiny-ov", max_pixels=1)
+    model = Mmaccel("tiny-ov", device="cpu", batch_size=4)
+    with pytest.raises(MmaccelError, match="generating form"):
+        model.loglikelihood([])
+    words = {"type": "text", "text": "What colour was the star?"}
+    for piece, options, told in (
+        (words, {"num_beams": 4}, "t: num_beams"),
+        ({"type": "audio", "url": "a.wav"}, {}, "t: it shows audio 'a.wav'"),
+        ({"type": "video", "url": {"path": "a.mp4", "video_start": 1}}, {}, "t: it shows video"),
+        (
+            {"type": "image", "url": "/nowhere/a.png"},
+            {},
+            "t: the image /nowhere/a.png is missing; .* HF_HOME",
+        ),
+    ):
+        with pytest.raises(MmaccelError, match=told):
+            model._answer("t", [{"role": "user", "content": [piece, words]}], options)
+
+
 def test_the_page_names_tasks_datasets_and_folders_as_the_harness_has_them() -> None:
     page = (ROOT / "docs" / "evaluating.md").read_text()
     rows = re.findall(r"^\| [\w-]+ \| `(\w+)` \| ([\w./-]+) \| `([\w/]+)` \|$", page, re.MULTILINE)

@@ -207,7 +207,7 @@ def deploy(
         scale = {
             "autoscaling_config": {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": 8}
         }
-    serve.start(http_options={"host": settings.host, "port": settings.port})
+    serve.start("EveryNode", http_options={"host": settings.host, "port": settings.port})
     deployment = serve.deployment(serve.ingress(app)()).options(
         name=NAME,
         ray_actor_options={"num_gpus": gpus},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import json
 import socket
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from websockets.sync.client import connect
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.serve.engine import Engine
@@ -238,6 +240,17 @@ def watched(url: str, number: int) -> dict[str, Any]:
         return dict(pool.map(one, range(number)))
 
 
+def streamed(url: str, name: str) -> str:
+    """The answer to the question by server-sent events, its pieces put together."""
+    asked = {"question": QUESTION, "max_tokens": 4, "stream": True}
+    with httpx2.Client(base_url=url, timeout=60, trust_env=False) as client:
+        lines = client.post(f"{SESSIONS}/{name}/ask", json=asked).text.splitlines()
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    pieces = "".join(one["text"] for one in told[:-1])
+    assert told[-1]["text"] == pieces
+    return pieces
+
+
 def metrics_of_ray() -> list[str]:
     """What Prometheus reads of the machine, of ours."""
     (node,) = ray.nodes()
@@ -258,13 +271,20 @@ def test_a_replica_is_killed_and_every_stream_answers_as_it_did(tmp_path: Path, 
         at = Counter(name.rpartition(".")[2] for name in before)
         assert len(at) == 2, "all streams are at one replica"
         gone = at.most_common(1)[0][0]
+        name = next(one for one in before if one.endswith(gone))
+        assert streamed(url, name) == before[name]["text"]
+        with connect(f"ws{url.removeprefix('http')}{SESSIONS}/{name}/socket") as talk:
+            assert json.loads(talk.recv())["name"] == "ready"
+            talk.send(json.dumps({"type": "ask", "id": "1", "question": QUESTION, "max_tokens": 4}))
+            while (heard := json.loads(talk.recv(30)))["type"] != "answer":
+                pass
+            assert heard["text"] == before[name]["text"]
         actor = ray.get_actor(f"SERVE_REPLICA::{replicas.NAME}#{replicas.NAME}#{gone}", namespace="serve")
         ray.kill(actor)
         with ThreadPoolExecutor(4) as pool:
             after = dict(zip(before, pool.map(functools.partial(said, url), before), strict=True))
         assert after == before
         # They also go on, and a replica comes in the place of the one that went.
-        name = next(one for one in before if one.endswith(gone))
         frames = surely(url, "GET", f"/{name}").json()["frames"]
         more = surely(url, "POST", f"/{name}/frames", frames=list(jpegs()[20:22]), fps=1).json()
         assert more["frames"] == frames + 2

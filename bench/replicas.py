@@ -57,8 +57,9 @@ def serving(model: str, device: str, replicas: int, keys: list[str], recipe: str
             saves,
         ]
         words += ["--ray", "--replicas", str(replicas)] * bool(replicas)
-        # Of Ray's memory for objects a request takes little.
-        told = {"MMACCEL_KEY": " ".join(keys), "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20)}
+        # A Ray of its own, of whose memory for objects a request takes little.
+        told = {"MMACCEL_KEY": " ".join(keys), "RAY_ADDRESS": "local"}
+        told |= {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20)}
         command = [sys.executable, "-m", "mmaccel", "serve", *words]
         process = subprocess.Popen(command, env={**os.environ, **told}, stdout=subprocess.DEVNULL)
         url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300

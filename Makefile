@@ -70,6 +70,14 @@ test-page: $(STAMP)
 		|| { echo "error: no chromium is here and none could be installed; page tests did not run." >&2; exit 2; }
 	$(TEST_ENV) $(PY) -m pytest tests/serve/test_page.py -m page
 
+# Layouts of lmms-eval, and replicas on Ray Serve; an environment of its own, for lmms-eval wants an older PyAV.
+.PHONY: test-many
+test-many:
+	$(MAKE) install VENV=.venv-many
+	grep -v '^av==' constraints.txt > .venv-many/constraints.txt
+	.venv-many/bin/python -m pip install --quiet -c .venv-many/constraints.txt -e '.[eval,ray]'
+	$(TEST_ENV) .venv-many/bin/python -m pytest tests/lmms tests/serve/test_replicas.py -m 'slow or not slow'
+
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

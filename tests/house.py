@@ -40,6 +40,7 @@ WALLS = {
     "models": {"models", "core", "media", "backends.ops"},
     "media": {"media", "core.errors"},
     "figure": {"core.errors"},
+    "lmms": {"core", "media", "models"},
     "search": {"search", "core", "policies", "backends", "figure"},
     "serve": {"serve", "core", "models", "media"},
     "cli": {
@@ -68,6 +69,10 @@ LAB_WALLS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "cli": ({"backends", "cli", "core", "figure", "models", "policies", "search"}, {"cli", "eval", "world"}),
 }
+
+
+# Modules that cannot be imported without a package that few have.
+OPTIONAL = {"mmaccel.lmms": "lmms_eval", "mmaccel.serve.replicas": "ray"}
 
 
 def python_files(*folders: Path) -> list[Path]:
@@ -153,7 +158,7 @@ def load_all() -> None:
     """Import all that a call may import later, so that imports are not counted as its steps."""
     heavy = ("mmaccel.cli", "mmaccel.backends.triton", "mmaccel.backends.flash.within", "mmaccel.__main__")
     for name in map(module_name, FILES):
-        if not name.startswith(heavy):
+        if not name.startswith((*heavy, *OPTIONAL)):
             importlib.import_module(name)
 
 

@@ -33,6 +33,7 @@ PAGES = (
                 "stock",
                 "families",
                 "serving",
+                "deployment",
                 "troubleshooting",
             ),
             *(f"tutorials/{n}" for n in ("long-video", "stream", "captions", "own-policy", "own-family")),

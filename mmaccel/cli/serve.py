@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Draft, Dtype, Model
 from mmaccel.core.errors import MmaccelError, RecipeError
+
+if TYPE_CHECKING:
+    from mmaccel.core.recipe import Recipe
+    from mmaccel.serve.engine import Engine
+    from mmaccel.serve.settings import Settings
 
 KEY = "MMACCEL_KEY"
 DEFAULT = ("dense", "mosaic")
@@ -41,15 +48,25 @@ def serve(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    ray: Annotated[
+        bool, Option("--ray", help="On Ray Serve: streams move to another replica where one goes.")
+    ] = False,
+    replicas: Annotated[str, Option(help="With --ray, how many, or between two numbers by load: 1-8.")] = "1",
+    gpus: Annotated[
+        float | None, Option(min=0, help="With --ray, GPUs of each (1 where --device is not cpu).")
+    ] = None,
 ) -> None:
     """Serve a model: POST /v1/chat/completions, /v1/streaming/sessions, /metrics, and a page at /."""
     try:
         from mmaccel.serve.app import run
-        from mmaccel.serve.engine import Engine
         from mmaccel.serve.settings import Settings
+
+        if ray:
+            from mmaccel.serve.replicas import deploy
     except ImportError as error:
+        extra = "ray" if ray else "serve"
         raise MmaccelError(
-            f"serve needs {error.name}: install it with pip install 'mmaccel[serve]'."
+            f"serve needs {error.name}: install it with pip install 'mmaccel[{extra}]'."
         ) from error
     settings = Settings(
         host=host,
@@ -63,9 +80,18 @@ def serve(
     chosen = choices.recipes(recipe or list(DEFAULT), draft)
     for one in chosen.values():
         choices.check(one, model, device)
+    make = partial(_engine, model, device, dtype, chosen, settings)
+    if ray:
+        deploy(make, settings, replicas, (device != "cpu") if gpus is None else gpus)
+    else:
+        run(make())
+
+
+def _engine(model: str, device: str, dtype: str, chosen: Mapping[str, Recipe], settings: Settings) -> Engine:
+    from mmaccel.serve.engine import Engine
+
     processor = choices.processor(model)
-    loaded = choices.load(model, device, dtype)
-    run(Engine(Path(model).name, loaded, processor, chosen, settings))
+    return Engine(Path(model).name, choices.load(model, device, dtype), processor, chosen, settings)
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

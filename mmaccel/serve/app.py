@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,14 @@ log = logging.getLogger("mmaccel.serve")
 PAGE = Path(__file__).parent / "page"
 
 
-def create_app(engine: Engine) -> FastAPI:
-    """The server of `engine`, as ASGI servers run it."""
+def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = streams.Streams) -> FastAPI:
+    """The server of `engine`, as ASGI servers run it; `registry` makes what holds its streams."""
     began = time.monotonic()
 
     @asynccontextmanager
     async def living(app: FastAPI) -> AsyncIterator[None]:
-        registry = app.state.streams = streams.Streams(engine)
-        async with registry:
+        app.state.streams = registry(engine)
+        async with app.state.streams:
             yield
         await engine.close()
 

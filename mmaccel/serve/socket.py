@@ -17,7 +17,7 @@ from mmaccel.serve import sources
 from mmaccel.serve.guard import said
 from mmaccel.serve.messages import AskRequest, Seconds, Strict
 from mmaccel.serve.settings import Refused
-from mmaccel.serve.streams import CLIP, WAITING, Stream, Streams, facts, router
+from mmaccel.serve.streams import Stream, Streams, facts, router
 
 
 class KeyMessage(Strict):
@@ -63,6 +63,10 @@ Incoming: TypeAdapter[Any] = TypeAdapter(
         Field(discriminator="type"),
     ]
 )
+WAITING = 32
+"""Frames of a WebSocket that wait to be taken in; what comes then is left out, and told."""
+CLIP = 16
+"""Of these, at most so many are taken in at once."""
 ANSWERS = 8
 """Questions of one socket that are answered at once."""
 
@@ -83,10 +87,10 @@ async def socket(websocket: WebSocket, number: str) -> None:
                 await websocket.accept()
                 first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), 10))
                 asks = streams.engine.settings.caller(first.key) if isinstance(first, KeyMessage) else None
-            stream = streams.get(number, asks)
         else:
             await websocket.accept()
-            stream = streams.get(number, asks)
+        await streams.bring(number, asks)
+        stream = streams.get(number, asks)
         with streams.socket(asks):
             talk = Talk(websocket, streams, stream)
             try:

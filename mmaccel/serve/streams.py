@@ -36,10 +36,6 @@ from mmaccel.serve.turns import Turns
 
 log = logging.getLogger("mmaccel.serve")
 router = APIRouter(prefix="/v1/streaming/sessions", tags=["streams"])
-WAITING = 32
-"""Frames of a WebSocket that wait to be taken in; what comes then is left out, and told."""
-CLIP = 16
-"""Of these, at most so many are taken in at once."""
 
 
 @dataclass(eq=False)
@@ -175,10 +171,16 @@ class Streams:
         self._open[made.id] = made
         return made
 
-    async def close(self, stream: Stream) -> None:
-        """End its calls, and give back what it holds."""
+    async def close(self, stream: Stream, forget: bool = False) -> None:
+        """End its calls, and give back what it holds; with `forget`, delete it."""
         if self._open.pop(stream.id, None) is not None:
             await stream.session.close()
+
+    async def bring(self, number: str, caller: str | None) -> None:
+        """Open the stream here if another server holds it. A server alone has nothing to do."""
+
+    async def changed(self, stream: Stream) -> None:
+        """Called after a stream has taken in frames or a turn of a conversation."""
 
     def folder(self, name: str, caller: str) -> Path:
         """Where a caller's stream of this name is saved."""
@@ -236,6 +238,7 @@ class Streams:
                 taken: int = await call(timeout=max(0.01, deadline.left() or 0.0))
             await threaded(partial(stream.kept.pictures.add, first, frames[:taken]))
             await stream.kept.count()
+            await self.changed(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))
         return taken
@@ -260,6 +263,8 @@ class Streams:
                     yield reply
             finally:
                 await reply.aclose()
+            if asked.chat:
+                await self.changed(stream)
 
     def told(self, stream: Stream, asked: AskRequest, answer: Answer) -> dict[str, Any]:
         """An answer as JSON."""
@@ -278,8 +283,10 @@ class Streams:
         }
 
 
-def streams_of(request: Request) -> Streams:
-    return request.app.state.streams  # type: ignore[no-any-return]
+async def streams_of(request: Request, asks: Asks) -> Streams:
+    streams: Streams = request.app.state.streams
+    await streams.bring(request.path_params.get("number", ""), asks)
+    return streams
 
 
 TheStreams = Annotated[Streams, Depends(streams_of)]
@@ -376,7 +383,7 @@ async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) 
 @router.delete("/{number}")
 async def close(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """Close the stream."""
-    await streams.close(streams.get(number, asks))
+    await streams.close(streams.get(number, asks), forget=True)
     return {"id": number, "deleted": True}
 
 

@@ -48,6 +48,14 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     )
 
 
+def test_replicas_want_ray(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('no', name='ray')")
+    done = run("--ray", PYTHONPATH=f"{tmp_path}:{ROOT}:{ROOT / 'lab'}")
+    assert (
+        done.returncode == 2 and "serve needs ray: install it with pip install 'mmaccel[ray]'" in done.stderr
+    )
+
+
 def test_a_process_serves_and_stops(shipped: Callable[[str], str], tmp_path: Path) -> None:
     """From its start to an answer; SIGTERM ends it as it ends every command."""
     (tmp_path / "keys").write_text("a-key-of-mine\n")

@@ -86,6 +86,14 @@ def example_url(film: Path) -> str:
     return mp4_url(film)
 
 
+def test_openai_asks_about_a_camera(served: Served, film: Path) -> None:
+    """Each piece is asked about by itself: the answer is the one to the same frames as a request of our own."""
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    found = list(example("openai_camera").looks(client, str(film), "Where is the scene set?", 10))
+    assert [second for second, _ in found] == [9.0, 19.0, 29.0]
+    assert all(said for _, said in found) and len({said for _, said in found}) > 1
+
+
 def test_a_camera_to_alerts(served: Served, film: Path) -> None:
     found = list(example("camera_alerts").alerts(served.url, str(film), "Where is the scene set?"))
     assert found and [second for second, _ in found] == sorted({second for second, _ in found})

@@ -31,6 +31,7 @@ import uvicorn  # noqa: E402
 from mmaccel.serve.app import connections, create_app  # noqa: E402
 from mmaccel.serve.engine import Engine  # noqa: E402
 from mmaccel.serve.settings import Settings  # noqa: E402
+from mmaccel.serve.streams import Streams  # noqa: E402
 
 QUESTION = "What colour was the star?"
 CHAT, SESSIONS = "/v1/chat/completions", "/v1/streaming/sessions"
@@ -75,12 +76,15 @@ class Served:
 
 @contextmanager
 def running(
-    settings: Settings | None = None, chosen: dict[str, Recipe] | None = None, model: Any = None
+    settings: Settings | None = None,
+    chosen: dict[str, Recipe] | None = None,
+    model: Any = None,
+    registry: Any = Streams,
 ) -> Iterator[Served]:
     plain, processor = loaded()
     model = plain if model is None else model
     engine = Engine("tiny-ov", model, processor, chosen or recipes(), settings or Settings())
-    app = create_app(engine)
+    app = create_app(engine, registry)
     told = {"port": 0, "log_level": "warning", "timeout_graceful_shutdown": 5}
     server = uvicorn.Server(uvicorn.Config(app, **told, **connections(engine.settings)))
     thread = threading.Thread(target=server.run, daemon=True)

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,3 +167,23 @@ def test_a_key_is_asked_for(page: Page, film: Path) -> None:
         page.until("document.querySelector('.took').textContent.includes('the first after')")
         no_error(page)
         page.go("about:blank")
+
+
+def test_the_example_s_page_of_another_origin_shows_its_camera_and_asks(page: Page) -> None:
+    """`examples/browser.html`, from a server of files; a page of an origin that is not admitted gets nothing."""
+    folder = Path(__file__).parents[2] / "examples"
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as files:
+        threading.Thread(target=files.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{files.server_port}"
+        with running(Settings(origins=(here,))) as served, running() as shut:
+            page.go(f"{here}/browser.html?server={served.url}")
+            page.until("/^[3-9] frames/.test(state.textContent)")
+            page.value("question.value = 'What colour was the star?'; form.requestSubmit()")
+            assert page.until("answer.textContent.includes('first token') && answer.textContent")[0] != " "
+            page.go(f"{here}/browser.html?server={shut.url}")
+            page.until("document.readyState === 'complete'")
+            assert shut.engine.metrics.requests.labels("refused", "403")._value.get() > 0
+            assert page.value("state.textContent") == "no frames yet"
+            page.go("about:blank")
+        files.shutdown()

@@ -1,0 +1,173 @@
+"""Streams at once on one replica and on several: frames and questions a second, and how long a question takes.
+
+    python bench/replicas.py                                            # tiny-ov on the CPU: no Ray, one replica, two
+    python bench/replicas.py --device cuda --model FOLDER --streams 40 --seconds 60
+
+Each stream sends `--clip` frames and a question after them, again and again, as fast as it is answered. `replicas` 0 is the
+server without Ray, which saves nothing; a replica saves each change of a stream. On a CPU the replicas share its cores:
+that two do more than one is seen on devices of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import Log
+
+from mmaccel.media.video import write_jpeg
+from mmaccel_lab.world import World, render
+
+SESSIONS = "/v1/streaming/sessions"
+
+
+@contextmanager
+def serving(model: str, device: str, replicas: int, keys: list[str], recipe: str) -> Iterator[str]:
+    """The address of `mmaccel serve`."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    with tempfile.TemporaryDirectory() as saves:
+        words = [
+            "--model",
+            model,
+            "--device",
+            device,
+            "--recipe",
+            recipe,
+            "--port",
+            str(port),
+            "--saves",
+            saves,
+        ]
+        words += ["--ray", "--replicas", str(replicas)] * bool(replicas)
+        # A Ray of its own, of whose memory for objects a request takes little.
+        told = {"MMACCEL_KEY": " ".join(keys), "RAY_ADDRESS": "local"}
+        told |= {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20)}
+        command = [sys.executable, "-m", "mmaccel", "serve", *words]
+        process = subprocess.Popen(command, env={**os.environ, **told}, stdout=subprocess.DEVNULL)
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
+        try:
+            while True:
+                try:
+                    if httpx2.get(f"{url}/health", trust_env=False).status_code == 200:
+                        break
+                except httpx2.TransportError:
+                    pass
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError("mmaccel serve did not start")
+                time.sleep(0.5)
+            yield url
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) -> dict[str, float | int]:
+    """What streams, one of each key, get done in so many seconds."""
+    film = render(World.generate(3, 40).table(), 84, 140)
+    jpegs = [base64.b64encode(write_jpeg(one, 4096)).decode() for one in film]
+    asked: list[float] = []
+    frames, begun, over = [0] * len(keys), threading.Barrier(len(keys) + 1), threading.Event()
+    failed: list[Any] = []
+
+    def stream(number: int) -> None:
+        headers = {"Authorization": f"Bearer {keys[number]}"}
+        with httpx2.Client(base_url=url, headers=headers, timeout=300, trust_env=False) as client:
+
+            def send(path: str, **body: Any) -> Any:
+                return client.post(SESSIONS + path, json=body).raise_for_status().json()
+
+            try:
+                name = send("")["id"]
+                send(f"/{name}/frames", frames=jpegs[:clip], fps=1)
+                send(f"/{name}/ask", question="What colour was the star?", max_tokens=tokens)
+                begun.wait()
+                while not over.is_set():
+                    begin = (frames[number] + number) % (len(jpegs) - clip)
+                    send(f"/{name}/frames", frames=jpegs[begin : begin + clip], fps=1)
+                    frames[number] += clip
+                    since = time.perf_counter()
+                    send(f"/{name}/ask", question="What colour was the star?", max_tokens=tokens)
+                    asked.append(time.perf_counter() - since)
+                client.delete(f"{SESSIONS}/{name}")
+            except Exception as error:
+                failed.append(error)
+                begun.abort()
+
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(len(keys))]
+    for one in threads:
+        one.start()
+    try:
+        begun.wait(600)
+        began = time.perf_counter()
+        time.sleep(seconds)
+        over.set()
+        took = time.perf_counter() - began
+        row = {
+            "frames_per_s": sum(frames) / took,
+            "questions_per_s": len(asked) / took,
+            "questions": len(asked),
+        }
+        cuts = statistics.quantiles(asked, n=20, method="inclusive")
+    finally:
+        over.set()
+        for one in threads:
+            one.join()
+    if failed:
+        raise failed[0]
+    return {**row, "question_median_s": statistics.median(asked), "question_p95_s": cuts[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny-ov")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--recipe", default="mosaic")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--clip", type=int, default=4, help="frames in a call")
+    parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--out", type=Path, default=Path("runs/replicas.jsonl"))
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    log = Log(args.out, args.device)
+    keys = [f"bench-key-{number:04d}" for number in range(args.streams)]
+    for replicas in args.replicas:
+        with serving(args.model, args.device, replicas, keys, args.recipe) as url:
+            found = measured(url, keys, args.clip, args.seconds, args.tokens)
+        row: dict[str, Any] = {
+            "case": "replicas",
+            "replicas": replicas,
+            "streams": args.streams,
+            "clip": args.clip,
+        }
+        row |= {"model": args.model, "recipe": args.recipe, "tokens": args.tokens, **found}
+        log.row(**row)
+        print(
+            "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

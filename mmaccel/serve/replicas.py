@@ -1,0 +1,220 @@
+"""`mmaccel serve --ray`: the server on Ray Serve, a replica a GPU, and streams that outlive their replica.
+
+The id of a stream names the replica that opened it, and its requests go there. Each change of a stream is saved in a folder
+that all machines share, before the request that made it is answered. Where a replica has gone (crash, drain, scale-in),
+the requests of its streams go to others, which resume what was saved. A replica that finds another state in the folder than
+its own reads it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import secrets
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.metrics import Gauge
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.streams.live import threaded
+from mmaccel.serve.app import create_app
+from mmaccel.serve.messages import SessionRequest
+from mmaccel.serve.settings import Refused, Settings
+from mmaccel.serve.streams import Stream, Streams, router
+
+if TYPE_CHECKING:
+    from mmaccel.serve.engine import Engine
+
+NAME = "mmaccel"
+"""Of the application and of its deployment."""
+LIVE = ".live"
+"""The folder of open streams, beside the folders of callers."""
+NUMBER = re.compile(rf"{router.prefix}/([\w-]{{16,64}}\.[\w-]{{1,64}})(/|$)")
+"""The path of a stream. Its id is random characters, a dot, and the replica that opened it."""
+SESSION, FACTS = "session", "stream.json"
+"""Of each open stream: its saved session; and its owner, recipe, conversation, and a random mark of this state."""
+TELLS_S = 5.0
+"""Seconds between two reports of a replica's metrics to Ray."""
+Make = Callable[[], "Engine"]
+
+
+class ByStream(RequestRouter):
+    """Sends requests on a stream to the replica that holds it, and others to the less busy of two."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+            # What the proxy sends to the replica, which reads it the same way.
+            scope = pickle.loads(pending_request.args[0]).asgi_scope
+            if found := NUMBER.match(scope["path"]):
+                return [[home(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
+        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+
+
+def home(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
+    """The replica that its id names, or if that is gone, one by rendezvous hashing: when replicas come or go, only some of
+    these streams move again."""
+
+    def weight(one: Any) -> tuple[bool, bytes]:
+        return name(one) == number.rpartition(".")[2], hashlib.sha256(
+            f"{number} {name(one)}".encode()
+        ).digest()
+
+    return max(replicas, key=weight)
+
+
+class SharedStreams(Streams):
+    """The streams of one replica. The shared folder has the state of each; a stream here is a copy of it."""
+
+    def __init__(self, engine: Engine, replica: str) -> None:
+        super().__init__(engine)
+        assert engine.settings.saves is not None
+        self._replica, self._live = replica, engine.settings.saves / LIVE
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._seen: dict[str, str] = {}  # by stream, the mark of the state that it is a copy of
+
+    async def __aenter__(self) -> None:
+        await threaded(self._expire)
+        await super().__aenter__()
+        self._telling = asyncio.create_task(_tell(self.engine.metrics.registry))
+
+    async def __aexit__(self, *error: object) -> None:
+        self._telling.cancel()
+        await super().__aexit__(*error)
+
+    async def open(self, asked: SessionRequest, caller: str, number: str | None = None) -> Stream:
+        stream = await super().open(asked, caller)
+        del self._open[stream.id]
+        stream.id = number or f"{stream.id}.{self._replica}"
+        self._open[stream.id] = stream
+        if number is None:
+            (self._live / stream.id).mkdir(parents=True, mode=0o700)
+            await self.changed(stream)
+        return stream
+
+    def folder(self, name: str, caller: str) -> Path:
+        # No name that a caller gives has a dot.
+        return self._live / name / SESSION if "." in name else super().folder(name, caller)
+
+    async def bring(self, number: str, caller: str | None) -> None:
+        """Open the stream from the folder, unless the copy here has the same state."""
+        if not NUMBER.fullmatch(f"{router.prefix}/{number}") or await self._is_here(number):
+            return
+        async with self._locks[number]:  # a save of ours ends first
+            if await self._is_here(number):
+                return
+            if (have := self._open.get(number)) is not None:
+                await self.close(have)
+            facts = await threaded(partial(_read, self._live / number))
+            if facts is None or facts["owner"] != caller:
+                return  # `get` says that there is none
+            saved = number if (self._live / number / SESSION).exists() else None
+            asked = SessionRequest.model_construct(recipe=facts["recipe"], resume=saved)
+            stream = await self.open(asked, facts["owner"], number)
+            stream.session.session.history, self._seen[number] = facts["history"], facts["state"]
+
+    async def _is_here(self, number: str) -> bool:
+        facts = await threaded(partial(_read, self._live / number))
+        return number in self._open and facts is not None and facts["state"] == self._seen.get(number)
+
+    async def changed(self, stream: Stream) -> None:
+        place, session = self._live / stream.id, stream.session
+        async with self._locks[stream.id]:
+            if stream.id in self._seen and not await self._is_here(stream.id):
+                await self.close(stream)
+                raise Refused(
+                    409, "the stream has gone on elsewhere; look at it and send this again.", "moved"
+                )
+            if session.frames:
+                await session.save(place / SESSION)
+            facts = {"owner": stream.owner, "recipe": stream.recipe, "history": session.session.history}
+            state = self._seen[stream.id] = secrets.token_hex(8)
+            await threaded(partial(_write, place, facts | {"state": state}))
+
+    async def close(self, stream: Stream, forget: bool = False) -> None:
+        self._seen.pop(stream.id, None)
+        await super().close(stream)
+        if forget:
+            await threaded(partial(shutil.rmtree, self._live / stream.id, True))
+
+    def _expire(self) -> None:
+        """Delete streams that have been idle for longer than `idle_seconds`."""
+        for file in self._live.glob(f"*/{FACTS}"):
+            if time.time() - file.stat().st_mtime > self.limits.idle_seconds:
+                shutil.rmtree(file.parent, True)
+
+
+def _read(place: Path) -> dict[str, Any] | None:
+    """Read the facts of a stream, and mark it as used; None if there is no stream."""
+    try:
+        os.utime(place / FACTS)
+        return dict(json.loads((place / FACTS).read_text(encoding="utf-8")))
+    except OSError:
+        return None
+
+
+def _write(place: Path, facts: dict[str, Any]) -> None:
+    part = place / f"{facts['state']}.part"
+    part.write_text(json.dumps(facts), encoding="utf-8")
+    part.replace(place / FACTS)
+
+
+async def _tell(registry: Any) -> None:
+    """Report the metrics of a replica to Ray, which exports them as `ray_mmaccel_...` with a label `replica`."""
+    gauges = dict[str, Gauge]()
+    while True:
+        for family in registry.collect():
+            for one in (one for one in family.samples if not one.name.endswith("_created")):
+                if one.name not in gauges:
+                    gauges[one.name] = Gauge(one.name, family.documentation, tuple(one.labels))
+                gauges[one.name].set(one.value, one.labels)
+        await asyncio.sleep(TELLS_S)
+
+
+def deploy(
+    make: Make, settings: Settings, replicas: str = "1", gpus: float = 1, blocking: bool = True
+) -> None:
+    """Serve on Ray until stopped. Each replica calls `make` and has `gpus` GPUs; `replicas` is their number, or a range that
+    Ray scales in by load ("1-8"). Raises `RecipeError`."""
+    if settings.saves is None:
+        raise RecipeError("--ray: streams move by a folder that all machines see; give it by --saves.")
+    if not (told := re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", replicas)):
+        raise RecipeError(f"--replicas: {replicas!r} is neither a number nor two, as 1-8.")
+    least, most = int(told[1]), int(told[2] or told[1])
+
+    def app() -> Any:
+        replica = serve.get_replica_context().replica_id.unique_id
+        return create_app(make(), partial(SharedStreams, replica=replica))
+
+    scale: dict[str, Any] = {"num_replicas": least}
+    if most != least:
+        scale = {
+            "autoscaling_config": {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": 8}
+        }
+    serve.start("EveryNode", http_options={"host": settings.host, "port": settings.port})
+    deployment = serve.deployment(serve.ingress(app)()).options(
+        name=NAME,
+        ray_actor_options={"num_gpus": gpus},
+        max_ongoing_requests=settings.limits.waiting,
+        health_check_period_s=2,
+        request_router_config=RequestRouterConfig(request_router_class=ByStream),
+        **scale,
+    )
+    how: dict[str, Any] = {"blocking": blocking, "external_scaler_enabled": most == least}
+    serve.run(deployment.bind(), name=NAME, route_prefix="/", **how)

@@ -355,7 +355,7 @@ def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, 
 
 
 JUDGED_S = 1.5e-4
-"""Seconds that a compiled `judge` saves on CUDA (docs/speed.md). All it computes is by element: its bits are the same."""
+"""Seconds that a compiled `judge` saves on CUDA (lab/LOG.md). All it computes is by element: its bits are the same."""
 _judged = Compiled(judge, warmup_s=2.4)
 
 

@@ -36,7 +36,7 @@ ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""
 PLANNER_S, SAVED = 32.0, 0.5
 """Seconds that inductor takes to compile a plan, and the share of a plan's time that it saves, as measured of the plan of
-block_topk (docs/speed.md)."""
+block_topk (lab/LOG.md)."""
 MIN_ROWS = 64
 """A shorter prompt, or last piece of one, is dense."""
 BIASED = "sparse: {} planned no pass whose memory adds a bias to the scores of its keys; these are dense"

@@ -30,7 +30,7 @@ Look = tuple[Tensor, int]
 """What a layer looked at: the units [k] that it recalled, and the first local one."""
 
 OWN = 1 / 6
-"""What is left of a row by itself behind all layers (`Rows.reached`); measured, see docs/mosaic.md."""
+"""What is left of a row by itself behind all layers (`Rows.reached`); measured, see lab/LOG.md."""
 
 WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 

@@ -84,7 +84,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on one device for one shape.
+    """Measured costs on one device for one shape, in seconds for each unit of work.
 
     dense     a unit is a causal pair of one query head
     sparse    backend -> the same, a unit being a pair in a listed block; lists are each head's own

@@ -375,7 +375,7 @@ class ModelView:
         return ModelView(model, self.resolve(model), self.resolve)
 
     def reader(self, model: str | nn.Module) -> ModelView | None:
-        """As `peer`, of a causal language model without vision; None where `model` is anything else."""
+        """The adapter of `model` as a text-only draft, like `peer`; None if `model` is not a causal language model."""
         found = self.adapter.reader(
             self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model), self.model
         )

@@ -267,8 +267,8 @@ class Accelerated:
         return self._state()
 
     def opened(self, state: KVState, holder: object) -> Callable[[], object]:
-        """`state` is the memory of the sequences to come; it goes with `holder`, and what it counted is kept for reports.
-        What is returned lets it go before."""
+        """Register `state` as the memory of the next sequences. It is released with `holder`, or earlier by the returned
+        function; its counters are saved for reports."""
         self._state, self._counted = ref(state), {}
         kept = finalize(holder, self._left_over, state)
         kept.atexit = False

@@ -283,7 +283,7 @@ class PositionIds:
         return self._odd is None
 
     def own(self, first: int, count: int, base: int = 0) -> Tensor:
-        """[count * P] or [3, count * P]: units ``first .. first + count`` at their own times, less `base` slots."""
+        """Positions [count * P] or [3, count * P] of units ``first .. first + count`` at their own times, minus `base`."""
         if self._odd is None:
             return self.units(first - base, count)
         if not base:

@@ -297,7 +297,7 @@ class Family(ModelFamily):
         return torch.arange(units, device=frame.device) * int((frame == 0).sum())
 
     def pace_of(self, model: nn.Module, inputs: Inputs) -> Pace | None:
-        """Of a family whose positions are seconds: how many a second has, and the seconds of a unit of `inputs`' video."""
+        """Where positions are times: positions for each second, and seconds of a time step of the video in `inputs`."""
         return None
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:

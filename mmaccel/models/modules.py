@@ -166,7 +166,8 @@ def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
 
 
 def gated(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
-    """What the gated block `module` makes of `hidden`, its gate by one kernel where there is one; else by its `whole`."""
+    """Output of the gated feed-forward block `module` on `hidden`. One kernel computes gate and product where there is one;
+    else the module's own forward `whole` runs."""
     if not layer_ops.fusible(hidden) or torch.is_grad_enabled():
         return whole(hidden)
     gate = module.gate_proj(hidden)

@@ -308,10 +308,10 @@ def question_columns(
 def last_words(
     ids: list[int], text: list[bool], ends: Collection[int], marks: Collection[int], first: int
 ) -> tuple[int, int]:
-    """Where the words of the last whole message begin and end among the last tokens `ids` [n] of a prompt; (0, n) where it
-    has none there.
+    """(begin, end) of the words of the last complete message among the last tokens `ids` [n] of a prompt; (0, n) if it
+    has no words there.
 
-    text    which of them are no image's or video's; the words come after the last of these
+    text    which tokens [n] are neither image nor video; the words follow the last visual token
     ends    ids that end a message
     marks   ids around images and videos
     first   the id that begins a message
@@ -355,5 +355,5 @@ def question_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tens
 
 
 def token_ids(entry: Any) -> list[int]:
-    """The ids of a configuration entry, which may be one id, several or None."""
+    """Token ids of a configuration entry as a tuple; the entry may be one id, several or None."""
     return [] if entry is None else list(entry) if isinstance(entry, list | tuple) else [entry]

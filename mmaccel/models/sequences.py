@@ -60,7 +60,7 @@ class DraftTurn:
         return left
 
     def leave(self, cache: Any, left: Any, heard: Mapping[int, Tensor] | None) -> None:
-        """The turn is over: `left` is with `cache`."""
+        """End a turn of a conversation: store what the draft read, `left`, with `cache` for the next turn."""
         self.left, self.heard = left, heard or self.heard
         setattr(cache, TURN, self)
 

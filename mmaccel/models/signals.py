@@ -248,8 +248,8 @@ class VisionTower(ABC):
 
     @abstractmethod
     def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """[n, 1 + D] for the visual tokens of a call, images (IMAGE) or videos (VIDEO), from what `look` gave of it; `given`
-        are the call's arguments."""
+        """Attention and key, [n, 1 + D], of the visual tokens of one call of the vision tower on images (IMAGE) or videos
+        (VIDEO), computed from the results of `look`; `given` holds the call's arguments."""
 
 
 class VisionProbe:
@@ -292,7 +292,7 @@ class VisionProbe:
             caught.append(self.tower.look(args[0] if args else kwargs["hidden_states"], kwargs))
 
     def take(self, layout: TokenLayout) -> dict[str, Tensor]:
-        """`vision_attention` [S] and `vision_key` [S, D] of a prompt of one sequence, from what was encoded last."""
+        """Return `vision_attention` [S] and `vision_key` [S, D] of the last encoded prompt, which has one sequence."""
         tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None
         for kind, name in PIXELS.items():

@@ -47,7 +47,7 @@ def budget_of(processor: Any) -> Budget:
 
 
 def size_of(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
-    """(height, width) to which `frames` frames of a file are brought; None where the processor's own settings see to it."""
+    """(height, width) to which `frames` frames of a file are resized; None if the processor's own settings decide."""
     from mmaccel.media import preprocess
 
     wanted = budget_of(processor).size(frames, height, width)

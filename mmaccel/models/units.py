@@ -20,11 +20,11 @@ Around = tuple[list[int], list[int]]
 
 
 class Written:
-    """What a processor writes beside the units of a stream, whose prompt has `head` and `tail` around the video's place.
+    """Text that a processor writes around each unit (frame, or pair of frames) of a stream, such as its time.
 
-    ids(moment)  before and behind a unit. Unit 0 begins with the last tokens of the head where units have a sign between
-                 them, so that all are of one length
-    head, tail   without what the units have of them
+    ids(moment)  token ids before and after a unit. Where a mark stands between units, unit 0 takes the last tokens of the
+                 head, so that all units have the same length
+    head, tail   token ids of the prompt before and after the video, without what the units took
     """
 
     def __init__(

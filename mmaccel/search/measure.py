@@ -1,5 +1,7 @@
-"""What enters the attention of each layer as a model reads one sample, what a pattern takes and gives there (seconds, and
-how far its output is from dense attention's), and what each head chooses by these figures (MMInference, Algorithm 4).
+"""The measurements of the pattern search (MMInference, Algorithm 4).
+
+A model reads one sample. For each layer the inputs of its attention are caught; for each candidate pattern its seconds and
+the distance of its output from dense attention's are measured; then each head gets its best candidate.
 
 For each head of a layer: in each slot of each boundary type the candidate whose output is nearest to dense attention's,
 over the slot's rows and keys (intra-modality slots, then pairs); then, with those in place, the type whose whole output is
@@ -220,7 +222,7 @@ def relative_error(out: Tensor, exact: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def brief(value: float) -> float:
-    """Six figures are written down, and what is written is what is compared."""
+    """Round to six significant figures. Tables store rounded figures, and candidates are compared by what is stored."""
     return float(f"{value:.6g}")
 
 
@@ -245,9 +247,11 @@ def scored(
     tolerance: float,
     tick: Tick = lambda: None,
 ) -> list[dict[str, Any]]:
-    """What was measured for each head of the layer at hand: `scores` and `shares` (type -> slot -> a candidate's error, and
-    the share of causal pairs it lists, null for one left out), and, for each type with its best candidates in place, the
-    `errors` of the whole output and the share `kept`.
+    """The measurements of each head of this layer.
+
+    scores, shares  boundary type -> slot -> for each candidate its error, and the share of causal pairs it computes; null
+                    for a candidate that was left out
+    errors, kept    boundary type with its best candidates -> error of the whole output, and the share it computes
     """
     heads: list[dict[str, Any]] = [
         {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.heads)

@@ -267,7 +267,7 @@ class Parts(Rows):
 
 
 def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two searches, as a user gives it: the videos first, then the cost, in brackets what was known."""
+    """Name the options in which two searches differ, videos first, then the cost; the stored value stands in brackets."""
     old, new = known.get("sample") or {}, now.get("sample") or {}
     names = [
         f"{option} ({', '.join(old.get(name, ()))})"

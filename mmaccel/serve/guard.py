@@ -173,7 +173,7 @@ class Guard:
 
 
 def sentence(error: Any) -> tuple[str, str]:
-    """The first fault of a request that fits no schema, in one sentence, and its field."""
+    """The first error of a request that does not fit its schema, as one sentence, and the field that it is in."""
     first = error.errors()[0]
     field = ".".join(str(one) for one in first["loc"] if one != "body") or "the body"
     return f"{field[:100]}: {str(first['msg'])[:200].rstrip('.').lower()}.", field[:100]

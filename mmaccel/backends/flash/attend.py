@@ -91,7 +91,7 @@ class Setup(NamedTuple):
 
     @property
     def by_key(self) -> bool:
-        """Whether tests go by keys, and not by positions."""
+        """Whether blocks are masked by key index instead of by position."""
         return all(span.keys is not None for span in self.spans)
 
     @property

@@ -86,8 +86,8 @@ class Resources:
     memory: int
 
     def stages(self, most: int, each: int, beside: int = 0) -> int:
-        """How many stages of a pipelined loop, up to `most`, a program has shared memory for: one is in registers, every
-        other takes `each` bytes, and the program takes `beside` bytes all the time."""
+        """Number of pipeline stages, at most `most`, that fit shared memory: one is in registers, every other takes `each`
+        bytes, and the rest of the program takes `beside` bytes."""
         return max(1, min(most, 1 + (self.shared - beside) // each))
 
 

@@ -276,9 +276,11 @@ class StreamState(KVState):
         """Be as at the moment of `checkpoint`, whatever came after it, a broken pass included."""
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        """The memory as it is now, for one question, which runs in its `question_scope` while units go on coming to this
-        memory; no answer knows of them. `stream` is the question's; `pause` lets units come while `evidence` is worked out.
-        One is in use at a time. None: units wait until an answer has ended."""
+        """Return the memory as it is now, for one question, or None if frames have to wait until an answer has ended.
+
+        The question runs in the `question_scope` of the snapshot. Frames that arrive meanwhile go to this memory; the answer
+        does not see them. `stream` is the question's; `pause` lets frames come while `evidence` is computed. One snapshot is
+        in use at a time."""
         return None
 
     def between(self, first: int, end: int) -> None:

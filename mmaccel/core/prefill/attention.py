@@ -226,7 +226,7 @@ class ForwardPass(PrefillPass):
 
     @cached_property
     def queries(self) -> TokenLayout:
-        """The layout of the new columns, one for all layers: what is derived of it is derived once."""
+        """Layout of the new columns. All layers share it, so that values derived from it are computed once."""
         return self.layout.take(slice(self.start, None))
 
     def part(self, begin: int, end: int) -> ForwardPass:

@@ -214,7 +214,7 @@ class SharedPass(ForwardPass):
     sizes: Sizes | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """As of a `ForwardPass`, of this process's rows."""
+        """Attention of one layer, as `ForwardPass.attend`, for the rows that this process holds."""
         context, state = self.context, self.state
         assert context is not None and isinstance(state, SharedState)
         if self.sizes is None:

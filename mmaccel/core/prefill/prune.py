@@ -32,7 +32,7 @@ vision_key        [S, D]: its key there, a mean over heads; 0 elsewhere
 
 
 class Signals(dict[str, Tensor]):
-    """The signals of one cut; raises an error in one sentence for a signal that was not declared."""
+    """The signals that a pruner reads at one layer; reading one that it did not declare raises an error."""
 
     def __missing__(self, name: str) -> Tensor:
         raise RecipeError(
@@ -306,7 +306,7 @@ def _may_go(layout: TokenLayout) -> Tensor:
 
 
 def frames(layout: TokenLayout) -> list[Tensor]:
-    """The candidates of each frame, in order; an image is a frame, and its finer tiles together are one more."""
+    """Indices of the candidate tokens of each frame, in order. An image counts as a frame, and all its tiles as another."""
     at = candidates(layout)
     number = torch.stack([layout.segment[0, at], layout.frame[0, at]])
     sizes = torch.unique_consecutive(number, return_counts=True, dim=1)[1]
@@ -369,7 +369,7 @@ def _text(layout: TokenLayout) -> tuple[Tensor, Tensor]:
 
 
 def best(score: Tensor, count: int) -> Tensor:
-    """[count] ascending: the places of the largest scores; of equal ones the first, on every device."""
+    """Indices [count] of the largest scores, ascending. Of equal scores the first counts, on every device."""
     return score.float().sort(descending=True, stable=True).indices[:count].sort().values
 
 

@@ -113,7 +113,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         return self.plan(query, key, q_layout, k_layout, **more)
 
     def bind(self, model: ModelView) -> SparsePattern:
-        """This pattern as it serves `model`, asked once when a recipe is attached; `RecipeError` where it cannot."""
+        """Return this pattern adapted to `model`; called once, at attaching. Raises `RecipeError` if it cannot."""
         return self
 
     @property

@@ -82,8 +82,8 @@ class Listening(Around):
 
 
 class StreamListener(AroundMemory):
-    """The memory `state`, whose question's attention to units is collected where `stage` reads it; where that reads states,
-    which tokens of units any layer sees.
+    """Wraps the memory `state` and records, for a draft's pruner, the question's attention to frames at the layers that
+    `stage` reads; for a pruner that reads hidden states, which tokens of frames any layer sees.
 
     The layers that are read run without captured steps while the question is read, and with them from its first token on.
     A pruner of the target drops out of what is shown after this: what it drops has been heard.

@@ -61,8 +61,8 @@ class Choosing:
 
 
 class RunningStates(ABC):
-    """What some layers carry from one row of a stream to the next, instead of keys and values: all rows are in it, and no
-    memory chooses among them."""
+    """Recurrent states of layers that have no keys and values (linear attention). A state has seen all rows of the stream;
+    no memory chooses among them."""
 
     @abstractmethod
     def mark(self) -> Any:
@@ -128,7 +128,7 @@ class StreamInfo:
     pending: Tensor | None = None
 
     def shown(self, first: int, count: int | None = None) -> list[float]:
-        """The seconds at which `count` units from number `first` on were shown; None: all of them."""
+        """Times in seconds of `count` units from unit `first` on; of all that follow if `count` is None."""
         end = None if count is None else first + count
         return [self.times[frame] for frame, _ in self.spans[first:end]]
 

@@ -1,7 +1,7 @@
-"""A draft in a process of its own: both ends of the wire, and the format of a prompt on it.
+"""A draft model in a second process: both ends of the connection, and how a prompt is sent over it.
 
 A prompt is a table of names, types and shapes, then the bytes of each tensor. The pixels of a long video are hundreds of
-megabytes. The wire alone copies those on the host, in a fifth of the time of `torch.save`; the target goes on meanwhile.
+megabytes. Only the connection copies them on the host, in a fifth of the time of `torch.save`, while the target computes.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Index(ABC):
 
     @property
     def room(self) -> int:
-        """Places for clusters in a layer, empty ones counted."""
+        """How many clusters a layer has room for, empty slots included."""
         return int(self._now.lists.size.shape[1])
 
     def summarise(

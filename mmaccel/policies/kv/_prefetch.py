@@ -217,7 +217,7 @@ class Prefetcher:
                 self._count(one, code)
 
     def counts(self) -> dict[str, float]:
-        """See above; waits for the device."""
+        """The counters named above, as numbers. Waits for the device."""
         self.settle()
         return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
 

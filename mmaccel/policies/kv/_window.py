@@ -348,7 +348,7 @@ class Rows:
             }
 
     def clear(self) -> None:
-        """The question is over."""
+        """Forget the question: called when its answer has ended."""
         self._rows = {}
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True, eq=False)
 class SampleLayout:
-    """The last queries of an order, and what they see of the keys of another: from the layouts alone.
+    """The last queries in one order, and which keys of another order they see; computed from the layouts alone.
 
     query_row [B, L] long, their rows; at [B, L] long, rank of each among the keys, -1 where there is none.
     row [B, n] long, the rows of the keys in the key tensor, or None when they are its first n.

@@ -149,7 +149,7 @@ class Region:
         return once(self.layer.memo, (name, self.kinds), make)
 
     def last(self, count: int, pooled: bool = False) -> LastQueries:
-        """What the last `count` of the queries give to the keys: their shares of all that those queries see.
+        """Attention of the last `count` queries to the keys: softmax weights over all keys that these queries see.
 
         `pooled`: the mean over the query heads that share a key head, for each of them.
         """
@@ -201,7 +201,7 @@ class LayerInputs:
 
     @classmethod
     def of_layouts(cls, q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> LayerInputs:
-        """A layer of which the layouts alone are known."""
+        """Plan inputs of a layer from its layouts alone, without queries and keys."""
         nothing = torch.empty(0, 0, k_layout.length, 0)
         return cls(nothing, nothing, q_layout, k_layout, block)
 

@@ -174,7 +174,7 @@ def by_class(number: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Pairing:
-    """The classes of frames as the last queries meet them: from the layouts alone.
+    """Classes (position modulo the stride) of keys and of the last queries, computed from the layouts alone.
 
     own [B, L] int32 the class of each query; paired [B, 1, L, phases] the class that a query's slash of each phase leads to;
     members [B, phases] how many pairs of a query and a key before it have a phase. order [B, n] int32 the ranks by class,

@@ -358,7 +358,7 @@ class Lane:
         self.stream, self._current = stream, current or stream is None
 
     def run(self, work: Callable[[], object]) -> None:
-        """Issue `work`; what it does may happen later, but not before what was issued earlier."""
+        """Enqueue `work`. It may run later, but always after what was enqueued before."""
         if self._current:
             work()
         else:

@@ -26,7 +26,7 @@ INPUT = "-"
 PATIENCE_S = 1.0
 """Seconds after which a standard input that does not end is told of."""
 HEADS = (
-    "rests on",
+    "based on",
     "shown at",
     "layers that saw it",
     "layers that retrieved it",
@@ -141,7 +141,7 @@ class Typed:
 
 
 def evidence_table(answer: Answer, moments: int) -> Table:
-    """The best `moments` that an answer rests on, in the order of `Answer.top`."""
+    """The best `moments` that an answer is based on, in the order of `Answer.top`."""
     table = Table(box=None, pad_edge=False)
     for head in HEADS:
         table.add_column(head, justify="left" if head == HEADS[0] else "right")
@@ -158,11 +158,11 @@ def below(answer: Answer, moments: int) -> list[str]:
     left = len(answer.evidence) - moments
     lines = [cut_short(answer.finish_reason, len(answer.ids))]
     if moments and not answer.evidence:
-        lines.append("rests on no moment")
+        lines.append("based on no frame")
     if left > 0:
         lines.append(f"and on {left} more")
     if answer.evidence and all(one.score is None for one in answer.evidence):
-        lines.append("these were seen; which of them the answer rests on this memory does not tell")
+        lines.append("these were seen; this memory does not tell which of them the answer is based on")
     lines.append(f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}")
     return [line for line in lines if line]
 

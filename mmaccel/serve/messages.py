@@ -55,7 +55,7 @@ class Ours(Strict):
 
     recipe      one of the server's recipes, by name
     fps         frames a second of videos, or `frames` evenly spaced; else what the model's own users take
-    evidence    tell the frames that the answer rests on, where the recipe's memory is one of streams
+    evidence    tell the frames that the answer is based on, where the recipe's memory is one of streams
     thumbnails  with a small picture of each
     """
 

@@ -277,7 +277,7 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Frames an answer rests on: one unit of the stream.
+    """Frames an answer is based on: one unit of the stream.
 
     frames    first and last frame, numbered from the start of the stream
     seconds   when the first was shown

@@ -216,8 +216,8 @@ class StreamPass:
 
 @dataclass(frozen=True)
 class Seen:
-    """How an answer rests on one unit: the share of layers that looked at it (retrieved or in the local window), the share
-    that retrieved it, and of all that reached the answer from units this one's part (`Evidence`); None: not known."""
+    """How much an answer is based on one unit: the share of layers that attended to it (retrieved or in the local window),
+    the share that retrieved it, and its part of all that reached the answer from units (`Evidence`); None: not known."""
 
     share: float
     retrieved: float

@@ -189,7 +189,7 @@ def _picked(
     meter: Meter,
     running: RunningStates | None,
 ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
-    """A memory of the frames that a memory of frames picks, and what the answer rests on."""
+    """A memory of the frames that a memory of frames picks, and what the answer is based on."""
     fresh, picked = state.fresh(), state.pick(getattr(live.around, "paid", {}))
     live.around.cut(0)
     live.run_head(fresh, running=running)
@@ -258,7 +258,7 @@ class QuestionRunner(Runner):
     ids       [n] of the words after the video
     left      the tokens of an answer for which the model has positions
     meter     counts what is decoded
-    evidence  gives the frames that the answer rests on, after the question has run
+    evidence  gives the frames that the answer is based on, after the question has run
     question  its text, and `beside` the stream of a draft, which is asked it too
     check     called between two layers of the question; may raise `Ended`
     pause     called with False between two passes of the answer

@@ -164,7 +164,7 @@ class VideoSession(Intake):
         max_new_tokens  tokens of the answer at most
         stream    give the pieces of text as they come (`Reply`), instead of the whole `Answer`
         timeout   seconds from the start of this call; the answer then ends with the tokens generated so far, perhaps none
-        evidence  also find the frames that the answer rests on; False answers a long question sooner
+        evidence  also find the frames that the answer is based on; False answers a long question sooner
         chat      read the turns in `history` before it, and keep question and answer there
         between   seconds of the stream, such as (725.0, 730.0): it sees the frames alone that were shown from then to then
         settings  of `generate`: do_sample with temperature, top_k, top_p and a seed; repetition_penalty; stop_strings;

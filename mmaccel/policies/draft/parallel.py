@@ -312,7 +312,7 @@ class Pipeline(DraftState):
             return
         if choice.window is None and pace.known:
             self._window, self._gain = best_window(pace.step_s, pace.draft_s, pace.keep, choice.most)
-            # A draft that cannot gain rests for a while.
+            # A draft that cannot gain pauses for a while.
             if pace.rounds >= SETTLED and self._gain <= 1.0 and len(self._line) <= said:
                 self._figures["pauses"] += 1
                 self._resume = said + PAUSE

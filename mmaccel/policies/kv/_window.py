@@ -1,5 +1,5 @@
 """The window under which a stream is encoded: its fields, positions and rotations; what a question is searched by, and what
-its answer rests on.
+its answer is based on.
 
 Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before rotation) unless said.
 """

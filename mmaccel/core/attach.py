@@ -50,7 +50,7 @@ class StreamModel(ABC):
     layer_devices: list[torch.device]
     turns: Turns
     words_beside: tuple[int, int] = (0, 0)
-    """Tokens that `spoken` puts before and behind the visual tokens of a unit."""
+    """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 
@@ -72,7 +72,7 @@ class StreamModel(ABC):
         """`frames` [T, 3, H, W] at (height, width)."""
         return frames
 
-    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+    def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
         """[n, P, E] units as they enter the layers: `features` [n, ., E] of each, and what is written beside it of the
         moment it shows. Wider than E where layers add to them (`run`)."""
         return features
@@ -107,14 +107,14 @@ class StreamModel(ABC):
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
         meter: Meter | None = None,
-        ears: Mapping[int, Callable[[Tensor], None]] | None = None,
+        input_hooks: Mapping[int, Callable[[Tensor], None]] | None = None,
         running: RunningStates | None = None,
     ) -> Tensor:
         """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory. Keys and
         queries reach it before rotation; with `hidden` it is told what enters each layer. `few`: the columns are of a
         question or answer, a tree with `branches`; few kernels may compute them, rounding otherwise than modules. `check` is
-        called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `ears` hear by layer what
-        enters it [1, n, E], and by their number what leaves the last.
+        called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `input_hooks`
+        are called with the input [1, n, E] of the layer that each names; the number of layers names the last one's output.
         """
 
     def running(self) -> RunningStates | None:

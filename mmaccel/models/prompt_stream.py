@@ -178,13 +178,13 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         unit = self._unit - self.words_beside[0]
         return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, unit)
 
-    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+    def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
         if not any(self.words_beside) or not len(features):
             return features
         begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
         ids = self.inputs["input_ids"][0]
         around = [(ids[begin : begin + self.words_beside[0]].tolist(), list[int]()) for begin in begins]
-        return units.spoken(self.words, features, around)
+        return units.unit_embeds(self.words, features, around)
 
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})

@@ -65,8 +65,8 @@ class Written:
         return before, after
 
 
-def spoken(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
-    """`features` [n, P, E] of units with the embeddings of the words `around` each; see `StreamModel.spoken`."""
+def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
+    """`features` [n, P, E] of units with the embeddings of the words `around` each; see `StreamModel.unit_embeds`."""
     whole, wide = [], features.shape[2]
     for side in zip(*around, strict=True):
         ids = torch.tensor(side, dtype=torch.long, device=features.device)
@@ -131,5 +131,5 @@ class WrittenStream(HFStreamAdapter):
     def prompt(self, *given: Any) -> dict[str, Any]:
         return {name: x for name, x in super().prompt(*given).items() if name != "video_compression_mask"}
 
-    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        return spoken(self.words, features, [self._written.ids(moment) for moment in moments])
+    def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+        return unit_embeds(self.words, features, [self._written.ids(moment) for moment in moments])

@@ -159,11 +159,11 @@ def asked(
     if info.pending is not None:
         unit = adapter.features(filled(info.pending, adapter.pace), info.size)[0]
         at = [len(info.times) - info.pending.shape[0]]
-        parts.insert(0, adapter.spoken(unit, info.moments(adapter.pace, at))[0])
+        parts.insert(0, adapter.unit_embeds(unit, info.moments(adapter.pace, at))[0])
         check()
     if waiting is not None:
         at = [sum(info.spans[-1]) if info.spans else 0]
-        parts.insert(0, adapter.spoken(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
+        parts.insert(0, adapter.unit_embeds(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
     given = adapter, live.run_pass, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(

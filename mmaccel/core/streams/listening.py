@@ -32,7 +32,7 @@ class Listening(Around):
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in self._stage.hidden}
         self._asked: dict[int, Tensor] = {}
 
-    def ears(self, kind: str) -> dict[str, Any]:
+    def run_options(self, kind: str) -> dict[str, Any]:
         def note(layer: int, hidden: Tensor) -> None:
             if kind == "units":
                 self.states[layer].append(hidden[0].detach().cpu())
@@ -40,7 +40,7 @@ class Listening(Around):
                 self._asked[layer] = hidden[0].detach()
 
         heard = self.states if kind in ("units", "question") else ()
-        return {"ears": {layer: partial(note, layer) for layer in heard}} if heard else {}
+        return {"input_hooks": {layer: partial(note, layer) for layer in heard}} if heard else {}
 
     def kept(self, layer: int) -> Tensor:
         """[n, E] what entered `layer`, of all tokens of units."""

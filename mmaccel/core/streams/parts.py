@@ -89,7 +89,7 @@ class RunningStates(ABC):
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """[n, E] parts [., E] of what enters the layers, one after the other; those without what others have beside them
-    (`StreamModel.spoken`) have zeros."""
+    (`StreamModel.unit_embeds`) have zeros."""
     wide = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, wide - part.shape[1])) for part in parts])
 
@@ -147,7 +147,7 @@ class Around:
         unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
         return state
 
-    def ears(self, kind: str) -> dict[str, Any]:
+    def run_options(self, kind: str) -> dict[str, Any]:
         """What `StreamModel.run` is to be told of a pass of this kind."""
         return {}
 

@@ -113,9 +113,9 @@ class Frames(IndexPolicy):
 @register("kv", "rekv")
 @dataclass(frozen=True, kw_only=True)
 class ReKV(ArchivedPolicy):
-    """Encode under a sliding window, keep all frames on the host, and let each layer recall those that suit the question.
+    """Encodes under a sliding window and keeps all frames on the host; each layer retrieves those nearest to the question.
 
-    After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a unit is
+    After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a frame is
     represented by its mean key before rotation, a question by its mean query; each layer takes the best `frames`, in order
     of time and with consecutive positions, and keeps them for the answer. As in the paper's code no local window is seen by
     a question (``local = 0``). It departs from it where the head stands while encoding (see `_ingest.Bases`), in one pass

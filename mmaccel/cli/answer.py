@@ -104,7 +104,7 @@ def ask_each(
 
 
 def finish_reason(said: Sequence[int], ends: set[int], most: int) -> FinishReason:
-    """Why `generate` ended a sequence of new ids `said`, of which it was to make at most `most`."""
+    """Why `generate` ended a sequence: `said` are its new ids, `most` the limit it was given."""
     if ends & set(said):
         return "stop"
     return "length" if len(said) >= most else "positions"

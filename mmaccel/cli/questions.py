@@ -94,7 +94,7 @@ def piped(given: Sequence[str]) -> list[Asked]:
 
 
 def cut(part: Video, asked: list[Asked]) -> Iterator[Piece]:
-    """A clip in pieces, each with the questions that are due after its last frame; these are taken from `asked`."""
+    """Cut a clip into pieces, each with the questions that are due after its last frame. Removes them from `asked`."""
     times, start = part.clock.tolist(), 0
     while start < len(part):
         when = asked[0][0] if asked else None

@@ -79,7 +79,7 @@ class ToyRunner(Runner):
 
 
 class ToyAdapter(ModelAdapter):
-    """Only what drafts ask of an adapter."""
+    """A toy adapter with only the members that drafts use."""
 
     name = "toy"
     model_types = ("toy",)
@@ -128,7 +128,8 @@ RULE = bigram(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(
 
 
 def check_draft(strategy: DraftStrategy) -> None:
-    """Raise `RecipeError` where the contract is broken, on a toy target of six tokens, decoded greedily."""
+    """Check a draft policy against its contract on a toy target with six tokens, greedily; raises `RecipeError` if it
+    fails."""
     who, needs, max_rollback = f"draft {strategy.name!r}", strategy.needs, strategy.max_rollback
     promise(
         needs <= {"branches", "rollback", "memory", "prompt", "video"},

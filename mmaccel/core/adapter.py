@@ -62,7 +62,7 @@ class Branches:
 
 @dataclass
 class Columns:
-    """What is known of the columns a cache holds: their layout, and the step from a column to its rotary position."""
+    """Facts of the columns in a cache: their layout, and the offset from a column to its rotary position."""
 
     layout: TokenLayout
     delta: Tensor
@@ -195,7 +195,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """`x` [B, heads, n, D] rotated by what `angles` gave."""
+        """Rotate `x` [B, heads, n, D] by the result of `angles` (RoPE)."""
 
     @abstractmethod
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:

@@ -128,7 +128,7 @@ class TokenLayout:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """What was derived of this layout and will be wanted again, by whoever derived it; lives as long as the layout."""
+        """Cache of values derived from this layout, by the function that derived them. It lives as long as the layout."""
         return {}
 
     @cached_property

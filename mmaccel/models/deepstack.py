@@ -44,7 +44,7 @@ def side_by_side(given: Mapping[str, Any]) -> Tensor:
 
 
 def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What enters of two prompts, one after the other; one of them may show nothing."""
+    """Concatenate the visual features of two prompts for the layers that add them; one of the prompts may have none."""
     both, embeds = (one, other), ENTERING[0]
     out: dict[str, Any] = {embeds: torch.cat([x[embeds] for x in both], 1)}
     if EACH in one:

@@ -308,7 +308,8 @@ class Family(ModelFamily):
         return self.entering(model, inputs)["inputs_embeds"]  # type: ignore[no-any-return]
 
     def entering(self, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-        """The arguments of the language model's forward that hold a prompt: its embeddings, and what layers add to them."""
+        """Arguments of the language model's forward that hold a prompt: its embeddings, and features that layers add to
+        them."""
         caught: list[dict[str, Any]] = []
         thread = threading.get_ident()
 

@@ -198,7 +198,7 @@ class Gate:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call that runs plain, such as a pass of a stream."""
+        """The context of one call that runs without the recipe, such as a pass of a stream."""
         entered = self.enter()
         try:
             yield

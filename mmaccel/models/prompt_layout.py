@@ -166,7 +166,7 @@ def rope_of(config: Any) -> Mapping[str, Any]:
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a text model of `config` has, what its rotary scaling adds included; None where it does not say."""
+    """How many positions a text model of `config` has, with rotary scaling; None if the config does not say."""
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int):
         return None

@@ -153,7 +153,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         return own, others | {name: x for name, x in several.items() if len(x)}
 
     def paid(self, heard: Heard) -> Tensor:
-        """[k, 1, S] what the question paid to the columns of the prompt: to those of units as `heard`, to others nothing."""
+        """Attention [k, 1, S] of the question to the columns of the prompt: `heard` at columns of frames, 0 elsewhere."""
         out = heard.paid.new_zeros(len(heard.paid), 1, self.inputs["input_ids"].shape[1])
         tokens = torch.arange(self._inside - self._head, device=out.device)
         unit = self._unit

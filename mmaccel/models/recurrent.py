@@ -139,7 +139,7 @@ def noted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def note_in(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Let the states of `modules` hear of the rows that come."""
+    """Record in the states of `modules` which rows come."""
     for module in modules:
         hooks.before(module, noted)
 

@@ -36,7 +36,7 @@ class Cutter:
 
 
 class Speech:
-    """A streamer of transformers' `generate` and, as `ended`, its stopping criterion.
+    """A streamer for transformers' `generate` that turns tokens into text; its `ended` is the stopping criterion.
 
     put  gets pieces of text, in the thread of the call
     """

@@ -184,7 +184,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int) -> None:
-    """Raise for what is not served."""
+    """Raise an error if this backend does not support the call."""
     size = query.shape[-1]
     plain = all(span.lists.index is None for span in part.spans)
     if query.dtype not in (torch.float16, torch.bfloat16):

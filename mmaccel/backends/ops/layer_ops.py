@@ -119,8 +119,8 @@ def rope_rows(
     """Rotate new queries and keys (RoPE), and write keys and values to their cache columns; gives queries [B, H, n, D].
 
     rows [B, n, (H + 2 G) * D]: the heads of the queries, of the keys, of the values. cos and sin [B, S, D]: the angles
-    of each place. places, columns [B, n] long: where each row stands, and where it is written. key and value [B, G,
-    capacity, D], the last dimension dense.
+    of each position. places, columns [B, n] long: the position of each row, and the cache column it is written to. key
+    and value [B, G, capacity, D], the last dimension dense.
     """
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]

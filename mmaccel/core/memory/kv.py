@@ -321,8 +321,8 @@ class StreamState(KVState):
         return 0
 
     def seen(self, layer: int) -> Tensor | None:
-        """[m] long: of which tokens of the stream (number of the unit times P, plus the place in it) the columns in the view
-        of `layer` are, from the first behind head and `summaries` on, while a question runs; None: not known."""
+        """While a question runs: the stream tokens [m] long behind the columns that `layer` sees, without head and
+        `summaries`. A token's number is the number of its unit times P, plus its index in the unit. None: not known."""
         return None
 
     def seen_only(self, layer: int, columns: Tensor) -> None:

@@ -158,7 +158,7 @@ class SharedState(KVState):
             self.pieces.append(self.coming)
 
     def view(self, layer: int, query: Tensor) -> KVView:
-        """The columns that this process holds."""
+        """The cache columns that this process holds."""
         return self.memory.view(layer, query)
 
     def whole(self, layer: int, query: Tensor) -> KVView:

@@ -208,7 +208,7 @@ class ScorePruner(QuotaPruner):
 
     @abstractmethod
     def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
-        """[m]: the worth of the candidates, which stand in columns `at` [m] of `layout`."""
+        """Scores [m] of the candidate tokens in columns `at` [m] of `layout`; the highest are kept."""
 
     def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         told = signals.get("score")  # [S]: of a stream (`core.streams.listening`)

@@ -98,7 +98,7 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
 
 
 def recipe_of(path: Path) -> Recipe:
-    """The recipe a session was saved with; raises `ModelError` where it cannot be opened."""
+    """The recipe that a session was saved with; raises `ModelError` if the saved session cannot be opened."""
     return saved_recipe(path, _read(path)["recipe"])
 
 

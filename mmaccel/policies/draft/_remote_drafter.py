@@ -308,7 +308,7 @@ SLAB = 16 << 20
 
 
 def packing(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
-    """`pack` for another thread: it waits for what makes these tensors on their device, and for nothing that comes later."""
+    """Like `pack`, for use in another thread. Waits for the device work that makes these tensors, not for later work."""
     streams = []
     for device in {x.device for x in inputs.values() if isinstance(x, Tensor) and x.is_cuda}:
         streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

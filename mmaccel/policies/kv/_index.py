@@ -303,7 +303,8 @@ class Index(ABC):
 
 
 def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
-    """[k * P] or [3, k * P]: the tokens of ascending units `entries` [k] of `count`, at their own times or closed up."""
+    """Positions [k * P] or [3, k * P] of the tokens of units `entries` [k], ascending, of `count`: their own, or
+    consecutive."""
     if compact:
         return places.units(0, len(entries))
     if len(entries) == count:

@@ -65,7 +65,7 @@ class WindowedPolicy(StreamPolicy):
         check_choice(self.name, "positions", self.positions, ("compact", "original"))
 
     def sizes(self, stream: Stream) -> dict[str, Any]:
-        """The fields as the memory of a stream takes them: frames in units."""
+        """The policy's fields, counted in units: frames, or what the model takes as one."""
         ingest = None if self.ingest_frames is None else stream.units(self.ingest_frames)
         units = {"window": stream.units(self.window), "local": stream.units(self.local), "ingest": ingest}
         return {**units, "positions": self.positions}
@@ -110,7 +110,7 @@ class Rope:
         self.model.apply_rope_(x, angles)
 
     def size(self, positions: Tensor) -> int:
-        """How many of the D are turned, asked with some positions."""
+        """How many of the D dimensions the rotary embedding rotates."""
         self._size = self._size or self.angles(positions[..., :1])[0].shape[-1]
         return self._size
 

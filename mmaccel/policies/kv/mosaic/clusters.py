@@ -223,7 +223,8 @@ class ClusterTable:
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
     def wanted(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and types of the `tensors` of as many units, -1 for any number of clusters or members."""
+        """Expected shapes and types of saved `tensors` for so many units; -1 stands for any number of clusters or
+        members."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"owner": ((self.layers, units), torch.long)}
         for name in ROWS:
             row: Tensor = getattr(self, name)

@@ -267,7 +267,7 @@ class UnitMeans:
         return total / (units >= 0).sum(1, keepdim=True).clamp_min(1)
 
     def key_rows(self, layer: int, units: Tensor) -> Tensor:
-        """[n, d] float32: the mean keys at `layer` of `units` [n], which are on the device and unknown to the host."""
+        """Mean keys [n, d] float32 at `layer` of `units` [n] whose keys are still on the device only."""
         held = self.all_keys
         if self._device.type != "cuda":
             return held[units, layer].float()

@@ -330,8 +330,9 @@ def in_units(tensor: Tensor, tokens: int) -> Tensor:
 
 
 class Mark:
-    """A point in the order of a lane: an event of its CUDA `stream`, which knows its time if `timed`; on the host the time,
-    for work there is done when it is issued."""
+    """A point in the work of a lane (a CUDA stream, or the host), to wait for or to time.
+
+    On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None, timed: bool = False) -> None:
         self.at = time.perf_counter()

@@ -29,7 +29,7 @@ Generation = tuple[Tensor, Report]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, and what it took.
+    """The text of an answer, and its time and memory.
 
     `text` is without special tokens; `raw`, up to the end of the turn, has those that stand inside it; `report` is the
     run's; `finish_reason` is "stop", "length" or "positions", as `core.decoding.generate.Answer` has it.
@@ -155,7 +155,7 @@ def drafted(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Of two greedy generations from one model.
+    """Compares two greedy generations of one model.
 
     first   the first new token in which they differ; None: they are the same
     gap     by how much, in fp32, the logits of the two candidates there differ

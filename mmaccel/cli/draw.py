@@ -219,7 +219,7 @@ def words(text: str) -> str:
 
 
 def runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """Of each cluster, in order of its first entry, the runs (begin, end) of entries that follow one another."""
+    """For each cluster, in order of its first entry: its runs (begin, end) of consecutive entries."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
     for name, run in groupby(cluster):

@@ -132,7 +132,7 @@ class Typed:
             self._lines.put(None)
 
     def read(self, waits: bool = False) -> Iterator[str]:
-        """What was typed since the last time; `waits`: also what is typed from now on, until it ends."""
+        """Lines typed since the last call; with `waits` also those typed from now on, until the input ends."""
         while not self._over and (waits or not self._lines.empty()):
             line = self._lines.get()
             self._over = line is None
@@ -154,7 +154,7 @@ def evidence_table(answer: Answer, moments: int) -> Table:
 
 
 def below(answer: Answer, moments: int) -> list[str]:
-    """What people read below the table: where the answer was cut off, what the table leaves out, how fast it was."""
+    """Lines printed below the table: where the answer was cut off, what the table leaves out, how fast it was."""
     left = len(answer.evidence) - moments
     lines = [cut_short(answer.finish_reason, len(answer.ids))]
     if moments and not answer.evidence:
@@ -168,7 +168,8 @@ def below(answer: Answer, moments: int) -> list[str]:
 
 
 def acted(report: Report) -> list[str]:
-    """What people read of the parts of a session's recipe: how far frames saw, what the pattern kept, what was drafted."""
+    """Lines on what each part of a session's recipe did: how far frames saw, what the pattern computed, what was
+    drafted."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
         parts.append(f"each frame saw {seen:.0%} of those before it")

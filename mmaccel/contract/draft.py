@@ -1,4 +1,4 @@
-"""What a draft promises: it declares how far it looks back, fails nowhere, and leaves the target's text as it is.
+"""Contract of drafts: a draft declares how far it looks back, never fails, and leaves the target's text as it is.
 
 It is tried on a toy: a language model of a few tokens whose next logits are a rule of those before.
 """

@@ -77,8 +77,8 @@ class Columns:
 
 
 class Runner(ABC):
-    """One sequence at work on one model: a prompt, then steps back and forth, then perhaps the prompt of the next turn;
-    positions are explicit. No gradients.
+    """Runs one sequence on one model: a prompt, then steps forward and rollbacks, then perhaps the prompt of the next
+    turn. Positions are explicit; no gradients.
 
     lasting  another prompt may follow: what `keep` leaves out of one stays at hand
     """
@@ -103,7 +103,7 @@ class Runner(ABC):
         raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
 
     def accept(self, path: Tensor) -> None:
-        """Of the columns of the last `step` keep those at `path` [k] ascending, one after the other."""
+        """Keep of the last `step` the columns at `path` [k], ascending, and drop its others."""
         raise ModelError(f"{type(self).__name__} cannot take one branch of many; propose chains.")
 
     @abstractmethod
@@ -137,7 +137,7 @@ class ModelAdapter(ABC):
         return self.geometry(model)
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
-        """What a table of head patterns is bound to: the model's type and sizes; JSON-ready."""
+        """The model's type and sizes, by which a table of head patterns is matched to it; JSON-ready."""
         shape = self.whole_geometry(model)
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
@@ -170,7 +170,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
-        """What each column of ``inputs["input_ids"]`` [B, S] is."""
+        """The layout of the columns of ``inputs["input_ids"]`` [B, S]: what each one is."""
 
     @abstractmethod
     def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -214,11 +214,11 @@ class ModelAdapter(ABC):
         """The model saved in folder `path`, in the dtype and on the device of `like`; its outline if that is one."""
 
     def serves(self, kind: str) -> bool:
-        """Of a family whose model type is "*": whether it takes models of type `kind`, which no other family has."""
+        """For a family of type "*": whether it takes models of type `kind`, which no other family has."""
         return kind in self.model_types
 
     def sampler(self, kind: type[nn.Module]) -> Any:
-        """What makes tiny models of class `kind` and prompts for them (`models.tiny.Sampler`)."""
+        """The sampler of tiny models of class `kind` and of prompts for them (`models.tiny.Sampler`)."""
         raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
 
     def check(self, model: nn.Module, recipe: Any) -> None:
@@ -351,7 +351,7 @@ class ModelView:
         return self.adapter.runner(self.model)
 
     def hold(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda held: True) -> Any:
-        """What `make` gives, made once and kept until `release`; made anew when `use` says that it is of no more use."""
+        """Return the result of `make`, cached until `release`; made again when `use` rejects the cached one."""
         held = self._held.get(name)
         if held is not None and not use(held):
             self._held.pop(name).close()

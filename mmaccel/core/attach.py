@@ -37,7 +37,7 @@ _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
 
 
 class StreamModel(ABC):
-    """One model as a stream uses it: pixels to features, features through the layers.
+    """The model's side of a stream: pixels to features, features through the layers.
 
     Nothing stays on the model between two calls. Several streams may share a model, whose `turns` their passes take. A unit
     has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
@@ -127,7 +127,7 @@ class StreamModel(ABC):
 
 
 class StreamAdapter(StreamModel):
-    """One model and its processor as sessions use them: videos to frames, text both ways, and what a `StreamModel` does."""
+    """The model's and processor's side of a session: videos to frames, text to ids and back, and all of `StreamModel`."""
 
     @abstractmethod
     def clips(
@@ -389,6 +389,6 @@ def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
 
 
 def attached(model: nn.Module) -> Accelerated | None:
-    """What is attached to `model`, or None."""
+    """The attachment of `model`, or None."""
     owner = _attached.get(unwrapped(model)) if isinstance(model, nn.Module) else None
     return owner() if owner is not None else None

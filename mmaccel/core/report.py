@@ -125,7 +125,7 @@ def _figure(name: str, value: float) -> str:
 
 @dataclass(kw_only=True)
 class Rounds:
-    """What became of a draft's proposals: of each that was not empty how many tokens it had, and how many were accepted."""
+    """Statistics of a draft's proposals: for each that was not empty its number of tokens, and how many were accepted."""
 
     lengths: list[int] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
@@ -144,10 +144,10 @@ class Rounds:
         self.failed = reason
 
     def told(self, counters: dict[str, float], notes: list[str]) -> None:
-        """What the draft of one sequence says of itself, when it is over."""
+        """Take the counters and notes of one sequence's draft, when the sequence has ended."""
 
     def figures(self) -> dict[str, Any]:
-        """As they stand in `Report.draft`."""
+        """The counters in the form of `Report.draft`."""
         return {
             "rounds": len(self.lengths),
             "target_steps": self.target_steps,

@@ -334,7 +334,7 @@ def _check_memory(source: Source, picture: Picture, total: int | None) -> None:
 
 
 def facts(path: str | os.PathLike[str]) -> tuple[int, float, int, int]:
-    """Of a video its frames (0 unknown), their mean rate a second (0.0 unknown), height and width; nothing is decoded."""
+    """Facts of a video: frames (0: unknown), mean rate (0.0: unknown), height and width; nothing is decoded."""
     with Source(path) as source:
         count = source.count or len((source.local and source.index()) or ())
         return count, source.rate, source.height, source.width

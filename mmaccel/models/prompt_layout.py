@@ -1,4 +1,4 @@
-"""What a prompt is: the arguments of a call by name, how a processor makes its inputs, and what each of its tokens is.
+"""Prompts: the arguments of a call by name, how a processor makes its inputs, and what each token is.
 
 The question is the words of a message with images or videos, without the chat's markup. It is found in token ids alone.
 Known are the tokens that end a message (the model ends its answers with them) and those around images and videos. A message
@@ -71,7 +71,7 @@ Made = tuple[dict[str, Any], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a model's own users give it of a video file, unless they ask for something else.
+    """Frames, rate and pixels that a model's own users take of a video file, unless others are asked for.
 
     fps          frames a second, and never a frame twice; None: `most` evenly spaced ones, however long the video is
     least, most  frames at that rate, where the video has so many
@@ -182,7 +182,7 @@ def windowed(config: Any) -> bool:
 
 
 def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
-    """Of the arguments of a call those of the columns after the first `past`, without a mask."""
+    """The arguments of a call for the columns after the first `past`, without a mask."""
     length = kwargs["input_ids"].shape[1]
     new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
     for name in A_TOKEN:

@@ -236,7 +236,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
 
 class PromptRunner(Runner):
-    """One prompt of a call on a memory of streams, which lives from `prefill` to `settle`.
+    """Runs one prompt of `generate` on a memory of streams; lives from `prefill` to `settle`.
 
     counters  the memory's, once it is over
     """

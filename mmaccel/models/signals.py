@@ -1,4 +1,5 @@
-"""What pruners read of a prefill: states between layers, the text's attention, the vision tower's own attention."""
+"""Signals that pruners read during a prefill: hidden states between layers, attention of the text, attention of the
+vision tower."""
 
 from __future__ import annotations
 
@@ -232,7 +233,7 @@ class Listener(Probe):
 
 
 class VisionTower(ABC):
-    """What a pruner reads of a family's vision tower: of each visual token the attention it receives, and its key.
+    """Signals from a family's vision tower: for each visual token the attention it receives, and its key.
 
     attention  the attention module whose input `look` is given
     """

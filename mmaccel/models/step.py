@@ -1,4 +1,4 @@
-"""One decoder layer over a few new rows, in five operators; and questions to a stream, whose layers go one by one.
+"""Runs one decoder layer on a few new rows with five operators, and the layers of a question to a stream.
 
 The modules of a layer launch some thirty small kernels and take a host about a millisecond; for few rows that is most of
 the time. Weights are the model's own. `models/decode.py` runs all layers of a sequence as one captured step.

@@ -40,7 +40,7 @@ from mmaccel.models.stock import wrapped
 
 
 class StreamPasses:
-    """What a stream asks of a model that needs no processor: the part of `StreamModel` that prompts and sessions share.
+    """The part of `StreamModel` that needs no processor; prompts and sessions share it.
 
     attachment  the recipe that is attached, if the stream is its own; any other that is attached refuses a pass
     """
@@ -93,7 +93,7 @@ class StreamPasses:
 
     @property
     def thins(self) -> TokenPruner | None:
-        """What takes tokens of each unit before the language model sees it."""
+        """The pruner that drops tokens of each unit before the language model sees it, or None."""
         prune = self.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
         return None if acts is None or acts.stage != "frames" or not acts.compact else acts

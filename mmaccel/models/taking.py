@@ -1,4 +1,5 @@
-"""What is taken of a video file: what the model's own users give it, what is asked for, or all that there is room for."""
+"""How many frames, at what rate and size, to take of a video file: the model's own budget, what is asked for, or all
+that fits."""
 
 from __future__ import annotations
 

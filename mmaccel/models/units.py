@@ -76,8 +76,8 @@ def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Seq
 
 
 def spaced(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
-    """Of the video at the columns `mine` [S]: the frames of its longest part in which one frame follows another at the same
-    distance, the tokens of words before each of these, and the columns at which the part begins and ends."""
+    """For the video at columns `mine` [S]: the frames of its longest evenly spaced part, the text tokens before each
+    of them, and the columns at which the part begins and ends."""
     text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
     numbers, sizes = frame[frame >= 0].unique_consecutive(return_counts=True)
     starts = [int((frame == number).nonzero()[0, 0]) for number in numbers]

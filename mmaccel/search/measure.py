@@ -106,7 +106,7 @@ def present(layout: TokenLayout) -> list[int]:
 
 
 def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
-    """What a table says of its sample: tokens of each modality, frames, and a digest of all that the model is given."""
+    """Facts of a sample for its table: tokens of each modality, frames, and a digest of all inputs."""
     digest = hashlib.sha256()
     for name in sorted(inputs):
         value = inputs[name]
@@ -126,7 +126,8 @@ def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Bench:
-    """One layer at hand; dense outputs are made once for each modality of keys, and kept while the layer is."""
+    """Measures candidates on one layer. Dense outputs are computed once for each modality of keys, and kept while the
+    layer is."""
 
     inside: Inside
     backend: str
@@ -171,7 +172,7 @@ class Bench:
         return relative_error(out[0], self.dense(slot.key)[0], rows), self.kept(plan)
 
     def cost(self, pattern: Mapping[str, Any], target: Mapping[str, Any], repeats: int = 3) -> dict[str, Any]:
-        """What all heads take, and what they take under `target`.
+        """Cost of all heads, and their cost under `target`.
 
         seconds, target_seconds  attention, the least of `repeats` runs that take turns, so that what slows one slows both;
                                  None for no repeats
@@ -227,9 +228,8 @@ def brief(value: float) -> float:
 
 
 def timed(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
-    """What `run` gives, and its seconds: on CUDA by the clock, the device waited for; on a CPU those that the process had,
-    which do not grow when others want the processor too.
-    """
+    """Run `run` and return its result and seconds: on CUDA wall-clock time with the device waited for; on a CPU the
+    process's own time, which does not grow when other processes run."""
     if device.type != "cuda":
         begin = time.process_time()
         return run(), time.process_time() - begin
@@ -334,7 +334,7 @@ def good(errors: Iterable[float]) -> float:
 
 
 def decided(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
-    """What was measured for a head, with what follows from it: the boundary type, the pattern, its score, cost and share.
+    """The measurements of a head with what follows from them: boundary type, pattern, score, cost and share.
 
     The first of equals wins, and no boundary comes first.
     """

@@ -51,7 +51,7 @@ MOST = 1 << 28
 
 
 class Setup(NamedTuple):
-    """What the host knows of a call.
+    """The facts of a call that the host knows.
 
     spans side by side, each from a tile of its own on, or over the same `own` keys as they lie; `in_place`: queries are read
     where they lie; bounds and seen of `near_alone`; sizes: queries and keys that are computed over.
@@ -100,7 +100,7 @@ class Setup(NamedTuple):
         return [span.of.lists for span in self.spans]
 
     def tests(self, blocks: tuple[int, int]) -> list[Tensor]:
-        """What the mask takes of tensors."""
+        """The tensors that the mask reads."""
         if self.bounds is not None:
             return []
         return (key_runs if self.by_key else position_runs)(self.spans, self.tiles, blocks)

@@ -39,7 +39,7 @@ class Tiles:
 
 
 class Span(NamedTuple):
-    """One span as a tested tile knows it: its first key is key `begin` of the keys that are computed over."""
+    """One span inside a tile that is masked: its first key is key `begin` of the keys that are computed over."""
 
     of: KeySpan
     begin: int

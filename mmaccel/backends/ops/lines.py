@@ -53,7 +53,7 @@ def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width
 def line_sums(
     query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, total: Tensor | None, width: int, pooled: bool
 ) -> tuple[Tensor, Tensor]:
-    """[B, h, n] float32, twice: the weight of each column, and of each diagonal (query place minus key place)."""
+    """Weights of columns and of diagonals (query position minus key position), two tensors [B, h, n] float32."""
     columns = query.new_empty(*_heads(query, key, pooled), width, dtype=torch.float32)
     return columns, torch.empty_like(columns)
 

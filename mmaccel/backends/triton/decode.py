@@ -302,7 +302,7 @@ def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """What a program makes at a time: outputs, inputs, rows; and how many steps of its loop are under way."""
+    """Tile of a decode kernel: outputs, inputs and rows of a program, and pipeline stages of its loop."""
 
     outputs: int
     inputs: int
@@ -451,7 +451,7 @@ def rope_kernel(
     rows, cos, sin, places, columns, query, key, value, n, count, key_lines, value_lines,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One head of one new row: a query or a key is turned, and keys and values go to their column of the cache."""
+    """Rotate one head of one new row if it is a query or a key, and write keys and values to their cache column."""
     head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = b.to(tl.int64)
     d = tl.arange(0, BLOCK_D)

@@ -21,7 +21,7 @@ from mmaccel.core.registry import Policy, refuse_former_names
 
 @dataclass(frozen=True, eq=False)
 class KVView:
-    """What the queries of one layer see.
+    """The keys and values that the queries of one layer see.
 
     key, value [B, G, N, D]; `column` [N] long, the sequence column of each key, or None when key n is column n.
     `sinks` and `window` (None: no limit) restrict each query further: it sees keys of the first `sinks` columns and those
@@ -59,14 +59,15 @@ class KVState(ABC):
 
     @abstractmethod
     def view(self, layer: int, query: Tensor) -> KVView:
-        """What `query` [B, H, n, D], the last `n` appended columns, sees at this layer; it includes those columns."""
+        """The keys and values that `query` [B, H, n, D], the last `n` appended columns, sees at this layer, those
+        columns included."""
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
         """Told the hidden state [B, n, E] entering `layer`; a memory elsewhere starts to fetch for the next layer."""
 
     @abstractmethod
     def accept(self, keep: int | Tensor) -> None:
-        """Of the columns last appended keep the first `keep`, or those at the given indices (a tree's path)."""
+        """Keep of the columns last appended the first `keep`, or those at the given indices (a tree's path)."""
 
     @abstractmethod
     def length(self) -> int:
@@ -153,7 +154,7 @@ class KVPolicy(Policy, ABC, kind="kv"):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stream:
-    """What a memory is told of its stream when it is opened.
+    """Facts of a stream that its memory gets when it is opened.
 
     A stream is: head tokens (the prompt before the video) | units, numbered from 0 | the tokens of a question. A *unit* is
     what the model takes as one step of time, a frame or a temporal patch of `pace` frames.
@@ -180,7 +181,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamPass:
-    """What the next pass through the layers is.
+    """What kind of pass runs next through the layers, and on how many frames and rows.
 
     kind     "head": the prompt before the video, once. "units": new units of the stream. "proxy": the prompt's own words
              after a question, run after each pass of units for a memory that needs "proxy", and forgotten. "question": all
@@ -268,8 +269,8 @@ class StreamState(KVState):
 
     @abstractmethod
     def checkpoint(self) -> Any:
-        """What `restore` needs to come back to this moment; cheap, for it is taken before every clip. One is in use at a
-        time, never inside a turn."""
+        """State for `restore` to return to. It is cheap, because it is taken before every clip. One is in use at a
+        time, never inside a question."""
 
     @abstractmethod
     def restore(self, mark: Any) -> None:
@@ -312,7 +313,7 @@ class StreamState(KVState):
         ingestion ends."""
 
     def evidence(self) -> dict[int, Seen]:
-        """What the last question looked at: number of a unit -> how."""
+        """Units that the last question attended to, and how: number of a unit -> `Seen`."""
         return {}
 
     def summaries(self, layer: int) -> int:

@@ -1,4 +1,5 @@
-"""One attention layer of a forward pass: what the memory shows, the pattern lists, a backend computes, and is counted.
+"""One attention layer of a forward pass: the memory gives a view, the pattern a plan, a backend computes it, the meter
+counts.
 
 An `AttentionConfig` is decided once, when a recipe is attached or a session opened; a `ForwardPass` is one pass of the
 language model over new columns, of a call or of a stream.
@@ -44,7 +45,7 @@ BIASED = "sparse: {} planned no pass whose memory adds a bias to the scores of i
 
 @dataclass(eq=False)
 class AttentionConfig:
-    """What every attention layer follows.
+    """The recipe's choices that every attention layer follows.
 
     kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run
     windows  the same for windows of streams where the recipe is sparse (else it is `kernel`); None: masks are written out
@@ -95,9 +96,9 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Note:
-    """What travels from the multimodal model to the text model beside its arguments: the layout of the new columns, and
-    whether they are tokens to verify rather than a prompt, and of which tree; and who reads what the layers compute. `mask`
-    where it travels here alone, and images that see themselves whole."""
+    """Facts that the multimodal model passes to the text model beside its arguments: the layout of the new columns,
+    whether they are tokens to verify and of which tree, and the probes. Also `mask`, and images that see themselves
+    whole."""
 
     layout: TokenLayout | None = None
     mask: Tensor | None = None

@@ -45,7 +45,7 @@ NO_COLUMNS = TokenLayout.text(1, 0)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrefillPass:
-    """What a `Probe` reads of a pass over new columns ``start .. start + n`` of a batch.
+    """The values of a pass over new columns ``start .. start + n`` of a batch that a `Probe` reads.
 
     layout  every column up to the last new one; of a stream none
     state   the memory; None: the caller hands over all keys
@@ -69,12 +69,12 @@ class Probe:
     def attending(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
-        """What enters the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
+        """Inputs of the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One cut of a prompt.
+    """One place at which a pruner drops tokens of a prompt.
 
     layer      decoder layers that have run before it; 0 is before the language model
     hidden     the states it reads, each by the number of layers run before it, at most `layer`
@@ -95,7 +95,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What a cut leaves: columns [n], ascending, and the states [n, E] they go on with, or None: their own."""
+    """Result of a cut: the kept columns [n], ascending, and their new states [n, E], or None if these are unchanged."""
 
     columns: Tensor
     states: Tensor | None = None

@@ -76,7 +76,7 @@ class Listening(Around):
         return self._made[0]
 
     def heard(self) -> Heard | None:
-        """What the question that ran last attended to; None: none did. Asked once."""
+        """Attention of the last question to frames, or None; can be read once."""
         made, self._made = self._made, []
         return made[0].heard(self._score if self.states else None) if made else None
 

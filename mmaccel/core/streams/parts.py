@@ -1,4 +1,4 @@
-"""What a session, a stream and a model hand each other, and the turns that threads take on a model."""
+"""Types that sessions, streams and models exchange, and the turns that threads take on a model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def kept(running: RunningStates | None) -> Iterator[None]:
-    """What layers carry is afterwards as it was."""
+    """Context in which recurrent states may change; they are restored at exit."""
     mark = None if running is None else running.mark()
     try:
         yield
@@ -107,7 +107,7 @@ def kept(running: RunningStates | None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class StreamInfo:
-    """What is known of a stream beside its memory.
+    """Facts of a stream other than its memory.
 
     size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
     fps      the rate of the first clip, for which positions are made
@@ -148,7 +148,7 @@ class Around:
         return state
 
     def run_options(self, kind: str) -> dict[str, Any]:
-        """What `StreamModel.run` is to be told of a pass of this kind."""
+        """Arguments of `StreamModel.run` for a pass of this kind."""
         return {}
 
     def cut(self, tokens: int) -> None:

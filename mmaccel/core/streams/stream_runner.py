@@ -33,7 +33,7 @@ ROWS = 1 << 15
 
 
 class StreamRunner:
-    """One stream at work on a model: what is known of it, its memory, and the stream of a draft `beside` it."""
+    """Runs one stream on a model: its facts, its memory, and the stream of a draft `beside` it."""
 
     def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
@@ -225,7 +225,7 @@ class StreamRunner:
         return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states
 
     def back(self, mark: Any) -> None:
-        """As it was at `mark`, since when lists have only grown."""
+        """Return to `mark`: lists are cut to their length at that time."""
         memory, info, spans, times, beside, states = mark
         del info.spans[spans:], info.times[times:]
         self.info = info

@@ -1,4 +1,4 @@
-"""What a draft model has read of a conversation: each turn goes on behind the turns before."""
+"""The prompts of a conversation that a draft model has read, so that each turn continues after the turns before."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _OVER: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
 
 
 class RemoteTurn:
-    """What the draft's process holds of a conversation whose last prompt was `known` [n]: its sequence `number` there."""
+    """Conversation state in the draft's process, whose last prompt was `known` [n]; its sequence there is `number`."""
 
     def __init__(self, worker: Worker, number: int, known: Tensor) -> None:
         self.worker, self.number, self.known = worker, number, known.cpu()
@@ -110,7 +110,7 @@ class Remote(WireEnd):
         self._worker.send(WRITE, self.number, length, count, *fix)
 
     def collect(self, limit_s: float) -> DraftedTokens | None:
-        """What was asked for, or None when it is not there within `limit_s`."""
+        """The result of the request, or None if it does not arrive within `limit_s`."""
         until = time.monotonic() + limit_s
         while not self._answers:
             message = self._worker.receive(max(0.0, until - time.monotonic()))
@@ -324,7 +324,7 @@ def packing(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[B
 
 
 def pack(inputs: Mapping[str, Any], more: bytes = b"") -> list[Blob]:
-    """What to send of `inputs`, tensors and lists of numbers, and `more`; the tensors may be on any device."""
+    """Pack `inputs`, tensors and lists of numbers, and `more` into a message; tensors may be on any device."""
     table: list[Any] = []
     parts: list[Blob] = []
     for name, x in inputs.items():

@@ -181,7 +181,8 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
 
 class SharedArchive(ArchivedMemory):
-    """One whose question may go on beside units that come: until they do it reads what they change, from then on copies."""
+    """An archived memory whose question may run while units arrive. Until then it reads shared data; after that,
+    copies."""
 
     _lent: Any = None
     """The snapshot that reads what this memory changes."""

@@ -1,4 +1,5 @@
-"""What an archived memory searches: one representative key for each cluster of units, on the device, layer by layer.
+"""The index that an archived memory searches: a representative key for each cluster of units, on the device, for each
+layer.
 
 Letters: L layers, C places for clusters, N units, d = G * D the size of a key. `rekv` has an index in which every unit is a
 cluster of its own, `mosaic` one of clusters inside visual clusters. An index is a part: any memory of `_archived` takes any.
@@ -148,7 +149,7 @@ class Index(ABC):
     # Searches.
 
     def prepare(self, end: int) -> Survey:
-        """What searches among the units below `end` need."""
+        """Prepare tables for searches among the units below `end`."""
         if self._ready is None or self._ready.end != end:
             self._ready = self._survey(end)
         return self._ready
@@ -271,7 +272,7 @@ class Index(ABC):
 
     @abstractmethod
     def checkpoint(self) -> Any:
-        """What `restore` needs."""
+        """State for `restore` to return to."""
 
     @abstractmethod
     def restore(self, mark: Any) -> None:

@@ -288,7 +288,8 @@ class Prefetcher:
 
 
 class QueryPrediction:
-    """What each layer adds to the hidden states of a question's words, in the mean, as the last question showed it.
+    """Predicts later queries: the mean change that each layer makes to the hidden states of a question, as in the last
+    question.
 
     Questions go through the same template and the same layers: most of what a layer adds is alike for all. On both tiny
     models the next layer's own query of states moved so far finds 84% of what that layer retrieves, with a quarter more

@@ -122,7 +122,7 @@ class Rope:
 
 
 class PassState(StreamState):
-    """What all memories of keys have in common: the pass under way, and the columns that there are.
+    """Shared by all memories of keys: the current pass, and the columns that exist.
 
     A stream has `_headed` columns of the head, `_count` units, and inside a question `_extra` columns of it and its answer,
     behind `_pending` rows of units yet to come; the last pass appended `_last` of them.

@@ -22,7 +22,8 @@ from mmaccel.policies.kv.store.slabs import in_units
 
 
 class FrameIndex(Index):
-    """One cluster a unit: cluster n is unit n. All of it stays on the device, so nothing is known to the host."""
+    """An index with one cluster for each unit: cluster n is unit n. It stays on the device; the host knows nothing of
+    it."""
 
     def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         first, end = self._units, self._units + pairs[0][0].shape[2] // self._tokens

@@ -1,4 +1,4 @@
-"""What the last queries attend to: the signal of the adaptive patterns (MMInference, Algorithm 1, last_q = 64)."""
+"""Attention of the last queries: the signal of the adaptive patterns (MMInference, Algorithm 1, last_q = 64)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LastQueries:
 
     @property
     def at(self) -> Tensor:
-        """As that of `sample`."""
+        """Like that of `sample`."""
         return self.sample.at
 
     @property
@@ -115,7 +115,7 @@ class LastQueries:
         return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
 
     def lines(self) -> tuple[Tensor, Tensor]:
-        """[B, H, n] float32, twice: the weight of each column, and of each diagonal (query place minus key place).
+        """Weights of columns and of diagonals (query position minus key position), two tensors [B, H, n] float32.
 
         Sums over the queries; divided by `askers`, means over the queries that have a key there.
         """

@@ -98,7 +98,7 @@ class Costs:
     untried: dict[str, str] = field(default_factory=dict)
 
     def scaled(self, factor: float) -> Costs:
-        """The same at heads `factor` times as large: what a pair costs goes with their size."""
+        """The same costs for heads `factor` times as large, in proportion."""
         sparse = {name: replace(line, each=line.each * factor) for name, line in self.sparse.items()}
         return replace(self, dense=replace(self.dense, each=self.dense.each * factor), sparse=sparse)
 

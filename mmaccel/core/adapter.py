@@ -99,7 +99,7 @@ class Runner(ABC):
         """Run `ids` [1, n] after what was run; logits [1, n, V]. They are a chain, or the rows of a tree."""
 
     def resume(self, inputs: Mapping[str, Any], past: Columns | None = None) -> None:
-        """Go on after the prompt of `inputs`, which the memory holds already, behind the columns `past`."""
+        """Continue after the prompt of `inputs`, which the memory already holds, behind the columns `past`."""
         raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
 
     def accept(self, path: Tensor) -> None:

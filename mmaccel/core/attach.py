@@ -56,7 +56,7 @@ class StreamModel(ABC):
 
     @cached_property
     def attention(self) -> AttentionConfig:
-        """What the layers follow; dense where the model does not set it."""
+        """The attention configuration of the layers; dense where the model does not set one."""
         return AttentionConfig(Recipe(), "auto", None)
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
@@ -118,7 +118,7 @@ class StreamModel(ABC):
         """
 
     def running(self) -> RunningStates | None:
-        """Those of a stream that begins, where layers have such; `run` is given them as `running`."""
+        """Recurrent states of a new stream, if layers have them; `run` gets them as `running`."""
         return None
 
     @abstractmethod
@@ -378,7 +378,7 @@ def _bound(recipe: Recipe, view: ModelView) -> Recipe:
 
 
 def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
-    """What the layers of a session follow under `recipe`; raises `RecipeError` as `fitted` does for pattern and pruner."""
+    """The attention configuration of a session's layers under `recipe`; raises `RecipeError` as `fitted` does."""
     recipe = _bound(recipe, adapter.view)
     if recipe.sparse.dense:
         choice = select.Choice(select.choose(adapter.device), "a memory of streams decides what is seen")

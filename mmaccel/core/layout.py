@@ -231,13 +231,13 @@ class PositionIds:
 
     @classmethod
     def evenly(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> PositionIds:
-        """Those of units that follow each other as text does: a further one adds `slope` to every coordinate."""
+        """Positions of units that follow each other as text does: each further unit adds `slope` to every coordinate."""
         made = cls(head, unit, lambda n: torch.arange(n) * slope, text, slope, limit, None, *more)
         made.moved = made.axes
         return made
 
     def anew(self, tokens: int) -> PositionIds:
-        """Those of units of `tokens` tokens, where everything is numbered 0, 1, 2, ... on every axis."""
+        """Positions of units of `tokens` tokens, numbered 0, 1, 2, ... on every axis."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
         return self.evenly(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)

@@ -147,7 +147,7 @@ class Family(ModelFamily):
         return self.sizes(config, config.num_hidden_layers)
 
     def sizes(self, config: Any, layers: int) -> Geometry:
-        """Those of a text model's `config`, of which so many layers have attention."""
+        """Sizes of a text model's `config`, of which so many layers have attention."""
         heads = config.num_attention_heads
         return Geometry(
             layers=layers,

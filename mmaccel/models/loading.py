@@ -173,8 +173,8 @@ def outline(name: str | Path) -> ModelView:
 
 
 def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
-    """The causal language model `name`, in the dtype and on the device of `like`, or its outline if that is one; None where
-    it is a model of a supported family, or no language model. Raises as `load_model` does."""
+    """Load the causal language model `name` in the dtype and on the device of `like`, or its config alone if `like`
+    has no weights; None if it is a model of a supported family, or no language model. Raises as `load_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source = resolve(name)

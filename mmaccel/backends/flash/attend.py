@@ -96,7 +96,7 @@ class Setup(NamedTuple):
 
     @property
     def lists(self) -> list[BlockLists]:
-        """The lists of all spans."""
+        """Block lists of all spans."""
         return [span.of.lists for span in self.spans]
 
     def tests(self, blocks: tuple[int, int]) -> list[Tensor]:

@@ -110,9 +110,9 @@ def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> li
 
 
 def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """What the mask `within` takes of any spans, all int64 where a position is: [b, h, N] the position of each key; then
-    for each span, [b, h, 4, P], of each query the first position that it sees, how many from there on, the first key that
-    the span lists for it, and how many from there on."""
+    """Tensors for the mask `within` of any spans, int64 where they are positions: [b, h, N] the position of each key;
+    then for each span [b, h, 4, P]: for each query the first position that it sees and how many follow, and the
+    first key that the span lists for it and how many follow."""
     wide = any(t.dtype == torch.int64 for span in spans for t in (span.of.q_pos, span.of.k_pos))
     dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]

@@ -17,8 +17,8 @@ from mmaccel.core.prefill.prune import Stage, TokenPruner
 
 @dataclass(frozen=True, eq=False)
 class Watching:
-    """What a draft is told of the session whose frames it is to watch: its processor, memory and `chunk`; and, in another
-    process, the `prune` of its own."""
+    """What a draft needs of the session whose frames it is to watch: its processor, memory and `chunk`; in another
+    process also its own `prune`."""
 
     processor: Any
     kv: StreamPolicy

@@ -291,8 +291,8 @@ class StreamState(KVState):
     """Whether units may also come while the question of a snapshot is between two layers."""
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        """What `view` shows to a question or an answer, for callers that turn the rows and write them themselves: in place
-        of `view`, if this is not None."""
+        """In place of `view`, for callers that rotate and write the rows of a question or an answer themselves: the
+        slot to write to, or None if `view` has to be used."""
         return None
 
     def fit(self, first: int, count: int) -> int:

@@ -304,7 +304,7 @@ def _attended(
 
 
 def share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
-    """Of `plan` the listed blocks that process `rank` of `size` computes; made once, and nothing is read on the host.
+    """The listed blocks of `plan` that process `rank` of `size` computes; made once, without a read on the host.
 
     The lists of a head stand one after another, and each process takes one contiguous run of them. The runs of any two
     processes differ by at most one block in all (by one for each head where heads share lists).

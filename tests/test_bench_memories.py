@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mmaccel.core.errors import MmaccelError
 
@@ -187,3 +188,13 @@ def test_frames_indexed_one_by_one_are_rekv(main: Callable[..., None], tmp_path:
             )
     assert len(asked["rekv"]) >= 4
     assert asked["rekv"] == asked[f"mosaic {bare}"]
+
+
+def test_paired_sees_through_what_is_common(main: Callable[..., None]) -> None:
+    paired = importlib.import_module("system_table").paired
+    g = torch.Generator().manual_seed(0)
+    common = torch.randn(60, generator=g, dtype=torch.float64) * 10
+    better = common + 0.5 + 0.1 * torch.randn(60, generator=g, dtype=torch.float64)
+    mean, low, high = paired(better.tolist(), common.tolist())
+    assert 0.4 < low < mean < high < 0.6
+    assert paired([1.0, 2.0], [1.0, 2.0]) == (0.0, 0.0, 0.0)

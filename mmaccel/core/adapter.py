@@ -214,7 +214,7 @@ class ModelAdapter(ABC):
         """The model saved in folder `path`, in the dtype and on the device of `like`; its outline if that is one."""
 
     def serves(self, kind: str) -> bool:
-        """For a family of type "*": whether it takes models of type `kind`, which no other family has."""
+        """Of a family whose model type is "*": whether it takes models of type `kind`, which no other family has."""
         return kind in self.model_types
 
     def sampler(self, kind: type[nn.Module]) -> Any:
@@ -375,7 +375,7 @@ class ModelView:
         return ModelView(model, self.resolve(model), self.resolve)
 
     def reader(self, model: str | nn.Module) -> ModelView | None:
-        """The adapter of `model` as a text-only draft, like `peer`; None if `model` is not a causal language model."""
+        """As `peer`, of a causal language model without vision; None where `model` is anything else."""
         found = self.adapter.reader(
             self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model), self.model
         )

@@ -31,10 +31,9 @@ Buffers = list[tuple[Tensor, Tensor]]
 
 
 def admits(model: nn.Module, family: Any, cache: Any) -> bool:
-    """Whether decode steps of `model` after `cache` can be captured as a CUDA graph.
-
-    They can where all of this holds: each layer lies on one CUDA device, and embeddings and head on one; all layers are
-    `known`; nobody else replaced or hooked a module; the memory writes keys and values in place."""
+    """Whether the steps of `model` after `cache` can be captured: on CUDA devices, each layer on one of them and the ends on
+    one, layers that are `known`, with no module that others put or hooked in, and a memory that is written in place. A
+    pruner's hooks serve the prompt; what they do to a step is in the memory."""
     from transformers import DynamicCache
 
     kinds = {(p.device.type, p.dtype) for p in model.parameters()}

@@ -170,8 +170,8 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     if not streams and isinstance(ids, Tensor) and ids.shape[1] > held:
         attachment.promise(kwargs, held)
     try:
-        paused = draft and not streams and _draft_pauses(attachment, kwargs)
-        ours = streams or (draft and not paused) or _captures(attachment, kwargs)
+        rests = draft and not streams and _draft_rests(attachment, kwargs)
+        ours = streams or (draft and not rests) or _captures(attachment, kwargs)
         if ours or _in_turns(attachment, kwargs):
             from mmaccel.models import drafting
 
@@ -180,7 +180,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         if not wants(attachment, "num_beams", kwargs):
             kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limited(kwargs))
-        if paused and not held:
+        if rests and not held:
             attachment.draft_times.plain(_sequences(attachment, kwargs), columns(kwargs), meter)
         return out
     finally:
@@ -196,7 +196,7 @@ def _sequences(attachment: Attachment, kwargs: Mapping[str, Any]) -> int:
     return prompts * (attachment.asked("num_return_sequences", kwargs) or 1)
 
 
-def _draft_pauses(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
+def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of `generate` runs without the draft; adds a note and, the first time, a warning.
 
     False where the recipe or the call needs our loop. True for a sampled batch: a measured time must not change which

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +57,11 @@ def rows(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def begin(draw: Callable[[], Figure], name: str) -> Figure:
-    """Draw under the style; the ids in the SVG are the same each time."""
+def style(name: str) -> Any:
+    """A context in which a picture is drawn and saved; the ids in its SVG are the same each time."""
     import matplotlib
 
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        return draw()
+    return matplotlib.rc_context({**STYLE, "svg.hashsalt": name})
 
 
 def themed(svg: str, facts: str) -> str:

@@ -21,7 +21,7 @@ SEED ?= 100
 SOURCE ?= $(notdir $(STOCK:/=))
 STOCK_OUT ?= runs/stock.jsonl
 
-.PHONY: install serve demo test test-page test-numeric test-oldest test-stock check lint types house house-write docs train bench clean
+.PHONY: install serve demo test test-page test-numeric test-oldest test-stock check lint types house house-write docs train pictures bench clean
 
 install: $(STAMP)
 
@@ -99,6 +99,10 @@ check: lint types test
 train: $(STAMP)
 	$(PY) -m mmaccel_lab.train all --out $(OUT) --seconds $(SECONDS_EACH)
 	$(PY) -m mmaccel_lab.train install $(OUT)
+
+# Every picture of docs/pictures, from rows of bench/results.
+pictures: $(STAMP)
+	$(PY) bench/pictures.py
 
 # Each part beside its twin, its ratio beside the committed one: bench/test_ratios.py.
 bench: $(STAMP)

@@ -148,7 +148,7 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _clusters("8 a cluster", semantic=8),
         "rekv",
     ],
-    # Films ingested by the three systems (docs/mosaic.md says which), alone and together; and other memories.
+    # Films ingested by the three systems (lab/LOG.md says which), alone and together; and other memories.
     "systems": [
         _film("sparse + memory + draft", "mosaic", **SPARSE, **DRAFT),
         _film("nothing", "full"),

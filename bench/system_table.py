@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mmaccel_lab.eval.pruning import paired
+import torch
+
 from mmaccel_lab.eval.stream import KINDS
 
 Row = Mapping[str, Any]
@@ -22,6 +23,17 @@ NOTHING, EVERYTHING, MEMORY, PLUS = "nothing", "sparse + memory + draft", "memor
 REQUIRED = {500: -2.0, 4000: -4.0}
 """By the frames of a film, from so many on: how many points the lower bound may be below the best memory alone, and on order
 below nothing."""
+
+
+def paired(
+    one: Sequence[float], other: Sequence[float], draws: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
+    """The mean of `one` less `other`, sample by sample, and its 95% interval by bootstrap over samples."""
+    gaps = torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)
+    g = torch.Generator().manual_seed(seed)
+    again = gaps[torch.randint(len(gaps), (draws, len(gaps)), generator=g)].mean(1)
+    low, high = torch.quantile(again, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(gaps.mean()), low, high
 
 
 def markdown(rows: Iterable[Row]) -> str:

@@ -20,6 +20,7 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "bench/README.md": "bench.md",
     "lab/README.md": "lab.md",
+    "lab/LOG.md": "log.md",
 }
 """Pages of the repository, and what they are called on the site."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")

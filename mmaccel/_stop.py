@@ -17,7 +17,7 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def over() -> None:
-    """The package is imported: from now on whoever runs listens."""
+    """The package is imported: from now on the code that runs handles Ctrl-C itself."""
     if sys.excepthook is _told:
         sys.excepthook = sys.__excepthook__
 

@@ -15,16 +15,18 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from mmaccel import load_model
+from mmaccel import Recipe, accelerate, load_model, load_processor
+from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.models.runner import HFRunner
+from mmaccel_lab.eval.caption import caption_cases
+from mmaccel_lab.eval.cases import Film
 from tests import SOURCES
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
-import decode_cpu  # noqa: E402
 import decode_gpu  # noqa: E402
 import held  # noqa: E402
 import pair  # noqa: E402
@@ -125,11 +127,18 @@ def test_bytes_of_tensors_are_counted_once_and_until_they_go() -> None:
 def test_the_pipeline_holds_no_more_than_drafting_in_turns(name: str) -> None:
     """At most two hundredths more: weights, caches, and whatever else is a tensor."""
     model, draft = load_model(name, dtype=torch.float32), load_model(f"{name}-draft", dtype=torch.float32)
-    (inputs,) = decode_cpu.prompts(name, model, 16, 1, 40)
-    told = decode_cpu.memory(model, draft, inputs, 32)
+    (case,) = caption_cases(16, 1, seed=40)
+    with Film() as film:
+        inputs = answer.prompt(load_processor(name), case.content(film.watch(case.world)), model)
     weights = sum(p.nbytes for one in (model, draft) for p in one.parameters())
-    assert told["parallel"] > weights and told["sequential"] > weights
-    assert told["reached"] and told["parallel_over_sequential"] <= 1.02
+    most = {}
+    for kind, more in (("sequential", {}), ("parallel", {"process": False})):
+        pruned = {"name": "uv", "retention": 0.1}
+        recipe = Recipe(draft={"name": kind, "model": draft, "window": 4, "prune": pruned, **more})
+        with held.Held([model, draft]) as counted, accelerate(model, recipe) as fast:
+            answer.generate(fast, inputs, max_new_tokens=32)
+        most[kind] = counted.most
+    assert min(most.values()) > weights and most["parallel"] <= 1.02 * most["sequential"]
 
 
 def run(*words: str) -> None:
@@ -218,23 +227,6 @@ def test_a_batch_is_held_against_plain_steps_of_it(tmp_path: Path) -> None:
     assert row["always_over_plain"] == row["always_per_s"] / row["plain_per_s"]
     # A draft as large as its target, on the same core: turns are slower by far.
     assert row["always_over_plain"] < 1 and row["measured_drafts"] is False
-
-
-@pytest.mark.slow
-def test_pruning_is_the_same_by_one_process_and_by_two(tmp_path: Path) -> None:
-    few = ("--captions", "2", "--frames", "16", "--tokens", "24", "--kept", "0.1", "--device", "cpu")
-    told = []
-    for jobs in ("1", "2"):
-        out = tmp_path / f"rows{jobs}.jsonl"
-        words = ("--positions", "--jobs", jobs, "--out", str(out))
-        run("bench/pruning.py", "--model", "tiny-qwen", *few, *words)
-        told.append(read(out)[1:])
-    assert told[0] == told[1]
-    assert {row["what"] for row in told[0]} == {"draft", "lossy", "frames", "positions"}
-    accepted = {row["pruner"]: row["accepted"] for row in told[0] if row["what"] == "draft"}
-    for row in (row for row in told[0] if row["what"] == "positions"):
-        assert row["kept"] == accepted[row["pruner"]]
-        assert row["over kept"][0] == pytest.approx(row["compact"] - row["kept"])
 
 
 @pytest.mark.parametrize("shape", ["qwen2.5-vl-3b", "llava-onevision-0.5b"])

@@ -22,13 +22,9 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import jobs  # noqa: E402
 import memories  # noqa: E402
-import pruning  # noqa: E402
 import timing  # noqa: E402
 
 OPTIONS = argparse.Namespace(device="cpu", more="more")
-FEW = (
-    "--device", "cpu", "--frames", "16", "--tokens", "24", "--kept", "0.5", "--lossy", "--window", "3",
-)  # fmt: skip
 
 
 def _begin(options: argparse.Namespace) -> jobs.Rows:
@@ -178,48 +174,3 @@ def test_memories_end_at_an_interrupt(processes: str, shipped: Callable[[str], s
     found = broken_off([*command, "--processes", processes], tmp_path / "rows", "answer")
     answers = [memories.Shot(**memories._fields(row)) for row in found if row.get("what") == "answer"]
     assert "environment" in found[0] and {shot.frames for shot in answers} == {24}
-
-
-def test_captions_are_written_as_they_come_and_gone_on_with(
-    shipped: Callable[[str], str], tmp_path: Path
-) -> None:
-    out, other, both, brief = (tmp_path / name for name in ("out", "other", "both", "brief"))
-    model = ("--model", shipped("tiny-qwen"))
-    begun = broken_off(
-        ["bench/pruning.py", *model, *FEW, "--captions", "4000", "--jobs", "2"], out, "caption"
-    )
-    first = [row for row in begun if row.get("what") == "caption"]
-    assert first and [row.get("what") for row in begun] == [None, *["caption"] * len(first)]
-    # The rest of a few, after a line that was cut off.
-    with out.open("a") as file:
-        file.write('{"what": "caption", "wor')
-    worlds = {row["world"] for row in first}
-    pruning.main([*model, *FEW, "--captions", str(max(worlds) - 500 + 2), "--out", str(out)])
-    found = timing.read_rows([out])
-    captions = [row for row in found if row.get("what") == "caption"]
-    assert captions[: len(first)] == first and len(captions) > len(first)
-    assert sorted(row["world"] for row in captions) == list(range(500, max(worlds) + 2))
-    assert sum("environment" in row for row in found) == 2
-    drafts = [row for row in found if row.get("what") == "draft"]
-    assert drafts and all(row["captions"] == len(captions) and row["seed"] == 500 for row in drafts)
-    (uniform,) = (row for row in drafts if row["pruner"] == "uniform")
-    each = [{name: told for name, _, told in row["speculated"]}["uniform"] for row in captions]
-    assert uniform["rate"] == pytest.approx(sum(rate for _, rate in each) / len(each))
-    # One more of another run, and one that is in both.
-    last = max(worlds) + 1
-    pruning.main([*model, *FEW, "--captions", "2", "--seed", str(last), "--out", str(other)])
-    pruning.main(["--rows", str(other), str(out), "--out", str(both), "--brief", str(brief)])
-    together = timing.read_rows([both])
-    assert {row["captions"] for row in together if row.get("what") == "draft"} == {len(captions) + 1}
-    assert timing.read_rows([brief]) == [row for row in together if row.get("what") != "caption"]
-    odd = {**captions[0], "world": last + 1}
-    odd["pruners"] = {**odd["pruners"], "uv": odd["pruners"]["uv from the embeddings"]}
-    timing.write_rows(other, [odd])
-    for message, given in {
-        "pruners: 'uv' is not the same": ["--rows", str(other), str(out), "--out", str(both)],
-        "window: captions of 4 and of 3": [*model, *FEW, "--window", "4", "--out", str(out)],
-        "has summaries without their captions": ["--rows", str(brief), "--out", str(both)],
-    }.items():
-        with pytest.raises(SystemExit, match=message):
-            pruning.main(given)
-    assert timing.read_rows([out]) == found and timing.read_rows([both]) == together

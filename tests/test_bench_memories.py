@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mmaccel.core.errors import MmaccelError
 
@@ -161,39 +162,6 @@ def test_what_the_table_of_systems_says(main: Callable[..., None]) -> None:
     assert "- Over *nothing*, order: lower bound +0.0 points; -2 required: met." in again
 
 
-def test_curves_are_drawn_of_rows(main: Callable[..., None], tmp_path: Path) -> None:
-    curves = importlib.import_module("memory_curves")
-    mean = {"what": "mean", "kind": "all", "memory": "mosaic", "low": 0.4, "high": 0.6}
-    rows = [
-        {**mean, "length": length, "budget": budget, "accuracy": accuracy}
-        for length, budget, accuracy in (
-            (500, 32, 0.1), (500, 64, 0.2), (1000, 32, 0.3), (1000, 64, 0.4), ("all", 32, 0.5), ("all", 64, 0.6),
-        )
-    ]  # fmt: skip
-    rows += [{**mean, "length": "all", "memory": "full", "budget": None, "accuracy": 0.9}]
-    times = {"way": "mosaic", "p50_s": 0.05, "p95_s": 0.08, "budget": 64}
-    # The second time is the one that counts, and whose tree is named.
-    for tree, late in (("aaa", 0.01), ("bbb", 0.05)):
-        rows += [{"environment": {"commit": tree}}]
-        rows += [{**times, "case": "lengths", "frames": frames, "p50_s": late} for frames in (100, 200)]
-        rows += [{**times, "case": "budgets", "p50_s": late}, {**times, "case": "rivals", "way": "livevlm"}]
-    rows += [{"case": "memory", "way": "rekv", "frames": 1024, "peak_bytes": 2 << 30}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    panels = curves.read([tmp_path / "rows.jsonl"])
-    values = [
-        {at: point[0] for at, point in panel.curves[next(iter(panel.curves))].items()} for panel in panels
-    ]
-    assert values == [{32: 50, 64: 60}, {500: 20, 1000: 40}, {64: 50}, {100: 50, 200: 50}, {1024: 2}]
-    assert panels[0].lines == {"full": 90} and panels[2].lines == {"livevlm, bbb": 50}
-    assert panels[3].curves["mosaic"][100] == (50, 50, 80)
-    curves.main(["--rows", str(tmp_path / "rows.jsonl"), "--picture", str(tmp_path / "a.svg")])
-    assert (tmp_path / "a.svg").stat().st_size > 10_000
-    (tmp_path / "none.jsonl").write_text("{}\n")
-    with pytest.raises(SystemExit, match="no row of these files"):
-        curves.main(["--rows", str(tmp_path / "none.jsonl"), "--picture", str(tmp_path / "b.svg")])
-    assert not (tmp_path / "b.svg").exists()
-
-
 def test_what_cannot_be_is_told_and_a_limit_keeps_what_there_is(
     main: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,3 +188,13 @@ def test_frames_indexed_one_by_one_are_rekv(main: Callable[..., None], tmp_path:
             )
     assert len(asked["rekv"]) >= 4
     assert asked["rekv"] == asked[f"mosaic {bare}"]
+
+
+def test_paired_sees_through_what_is_common(main: Callable[..., None]) -> None:
+    paired = importlib.import_module("system_table").paired
+    g = torch.Generator().manual_seed(0)
+    common = torch.randn(60, generator=g, dtype=torch.float64) * 10
+    better = common + 0.5 + 0.1 * torch.randn(60, generator=g, dtype=torch.float64)
+    mean, low, high = paired(better.tolist(), common.tolist())
+    assert 0.4 < low < mean < high < 0.6
+    assert paired([1.0, 2.0], [1.0, 2.0]) == (0.0, 0.0, 0.0)

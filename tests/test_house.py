@@ -289,6 +289,7 @@ def test_the_readme_s_links_lead_somewhere() -> None:
         *(ROOT / "docs").glob("*.md"),
         ROOT / "bench" / "README.md",
         ROOT / "lab" / "README.md",
+        ROOT / "lab" / "LOG.md",
     ):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"

@@ -52,8 +52,10 @@ def test_every_page_stands_in_the_navigation() -> None:
 
 def test_links_stay_on_the_site() -> None:
     linked: Callable[[str, str], str] = SITE["linked"]
-    text = "[a](docs/speed.md#b) ![c](docs/sweep.svg) [d](lab/README.md) [e](examples/stock_qwen.py) [f](https://g.h)"
-    assert linked(text, "index.md") == "[a](speed.md#b) ![c](sweep.svg) [d](lab.md) e [f](https://g.h)"
+    text = "[a](docs/speed.md#b) ![c](docs/pictures/speed.svg) [d](lab/README.md) [e](examples/stock_qwen.py) [f](https://g.h)"
+    assert (
+        linked(text, "index.md") == "[a](speed.md#b) ![c](pictures/speed.svg) [d](lab.md) e [f](https://g.h)"
+    )
     assert (
         linked("[a](../../CONTRIBUTING.md) [b](../speed.md)", "tutorials/x.md")
         == "[a](../contributing.md) [b](../speed.md)"

@@ -1,4 +1,4 @@
-"""One part of an attention plan through FlexAttention: the spans side by side, the block lists as a block mask.
+"""Run one part of an attention plan with FlexAttention: spans are concatenated, block lists become its block mask.
 
 Compiled (on CUDA) it walks the lists. Eager it ignores them and holds every score, so the lists are in the mask function
 as well, as a table of kinds [B, H, query blocks, key blocks]: right everywhere, meant for short inputs and for checking.

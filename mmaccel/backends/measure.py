@@ -57,7 +57,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on one device for one shape.
+    """Measured costs on one device for one shape, in seconds for each unit of work.
 
     dense     a unit is a causal pair of one query head
     sparse    backend -> the same, a unit being a pair in a listed block; lists are each head's own
@@ -77,7 +77,7 @@ class Costs:
         return max(self.host, attention + self.planning(tokens))
 
     def scaled(self, factor: float) -> Costs:
-        """The same at heads `factor` times as large: what a pair costs goes with their size."""
+        """The same costs for heads `factor` times as large, in proportion."""
         sparse = {name: replace(line, each=line.each * factor) for name, line in self.sparse.items()}
         return replace(self, dense=replace(self.dense, each=self.dense.each * factor), sparse=sparse)
 

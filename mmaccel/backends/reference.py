@@ -1,4 +1,4 @@
-"""One part of an attention plan in plain PyTorch.
+"""Run one part of an attention plan in plain PyTorch.
 
 A *task* is one block of queries of one key/value head (with every query head of its group, where they share the order):
 its rows stacked, its listed key blocks of all spans gathered side by side. Tasks with lists of like length go through one

@@ -186,7 +186,7 @@ class Store(Generic[Kept]):
         return len(self._all())
 
     def get(self, key: str) -> Kept | None:
-        """What is kept under `key`; None where nothing is, or nothing that can be read."""
+        """The entry stored under `key`; None if there is none, or it cannot be read."""
         try:
             found: Kept = self._of(self._all()[key])
             return found
@@ -215,7 +215,7 @@ class Store(Generic[Kept]):
 
 
 def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label: str) -> str:
-    """What costs depend on, as text."""
+    """Text that names what costs depend on: device, shape and versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sizes = f"{shape.heads} heads, {shape.groups} groups, size {shape.size}, {str(shape.dtype).removeprefix('torch.')}"
     versions = " ".join(f"{package} {_version(package)}" for package in PACKAGES)

@@ -29,7 +29,7 @@ Generation = tuple[Tensor, Report]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, and what it took.
+    """The text of an answer, and its time and memory.
 
     `text` is without special tokens; `raw`, up to the end of the turn, has those that stand inside it; `report` is the
     run's; `finish_reason` is "stop", "length" or "positions", as `core.decoding.generate.Answer` has it.
@@ -104,7 +104,7 @@ def ask_each(
 
 
 def finish_reason(said: Sequence[int], ends: set[int], most: int) -> FinishReason:
-    """Why `generate` ended a sequence of new ids `said`, of which it was to make at most `most`."""
+    """Why `generate` ended a sequence: `said` are its new ids, `most` the limit it was given."""
     if ends & set(said):
         return "stop"
     return "length" if len(said) >= most else "positions"
@@ -155,7 +155,7 @@ def drafted(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Of two greedy generations from one model.
+    """Compares two greedy generations of one model.
 
     first   the first new token in which they differ; None: they are the same
     gap     by how much, in fp32, the logits of the two candidates there differ

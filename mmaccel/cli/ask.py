@@ -198,7 +198,7 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
 
 
 def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int) -> Group:
-    """What people read: the question, and tables with a column a recipe, as many as the width has room for.
+    """The output for people: the question, and tables with a column for each recipe, as many as fit the width.
 
     tokens  video tokens of the prompt
     """

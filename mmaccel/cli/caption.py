@@ -96,7 +96,7 @@ def caption(
 def lines(
     told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: Certificate | None
 ) -> list[str]:
-    """What people read below the text."""
+    """The lines printed below the text."""
     speed = f"speed   {number(told['tokens_per_s'], '.1f', ' tokens/s')}"
     first = f"first   {number(told['ttft_s'], '.2f', ' s')}"
     if compare:

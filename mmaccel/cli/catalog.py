@@ -46,7 +46,7 @@ def list_names(
     as_json: Annotated[bool, Option("--json", help="One JSON object: kind -> names.")] = False,
     pairs: Annotated[bool, Option("--pairs", help="What composes with what, as Markdown.")] = False,
 ) -> None:
-    """What there is to choose from, or what of it composes."""
+    """List the policies, recipes and models to choose from, or which of them combine."""
     if pairs:
         print(markdown(), end="")
         return
@@ -99,7 +99,7 @@ def describe(
         ),
     ],
 ) -> None:
-    """What a name stands for: its text, its fields with types and defaults, or its YAML."""
+    """Describe a name: its text, its fields with types and defaults, or its YAML."""
     name, found = FORMER.get(name, name), catalogue()
     kinds = [kind for kind in DESCRIBED if name in registry(kind)]
     texts = []
@@ -220,7 +220,7 @@ USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "Vid
 
 
 def choices() -> dict[str, list[str]]:
-    """What may be chosen: the names of each slot, "own" the pruner of a draft; "none" where there need not be one."""
+    """Names to choose from for each slot; "own" is the pruner of a draft, "none" an empty slot."""
     names = {slot: list(registry(slot)) for slot in SLOTS}
     own = {name for name, cls in registry("prune").items() if cls.stage == "draft"}
     pruners = {"own": sorted(own), "prune": [name for name in names["prune"] if name not in own]}

@@ -1,4 +1,4 @@
-"""What every command shares: where things are printed, how errors are told, progress bars."""
+"""Shared by all commands: where output goes, how errors are shown, progress bars."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def remark(text: str) -> None:
 
 
 def print_json(result: Mapping[str, Any]) -> None:
-    """One JSON object on standard output; the numbers of a list stand on one line."""
+    """Print one JSON object; lists of numbers stay on one line."""
     text = json.dumps(result, indent=2, allow_nan=False)
     # No string holds a line break: JSON writes it as two characters.
     text = re.sub(

@@ -83,7 +83,7 @@ def examine() -> dict[str, Any]:
 
 
 def doctor(as_json: Annotated[bool, Option("--json", help="One JSON object.")] = False) -> None:
-    """What is installed and what runs on this machine: device, versions, backends, and why one is not used."""
+    """Show what is installed and what runs on this machine: device, versions, backends, and why one is not used."""
     found = examine()
     if as_json:
         print_json(found)

@@ -187,7 +187,7 @@ class Truth:
     """What is true of a world, by its own account (`World.truth`).
 
     scenes     (begin, end, name) of each, in seconds
-    questions  the seconds of the frames that each question rests on, by its `words`
+    questions  the seconds of the frames that each question is about, by its `words`
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ class Truth:
         )
 
     def moments(self, question: str) -> tuple[float, ...]:
-        """What a question rests on, however it is capitalised and punctuated; nothing for one that is not known."""
+        """Seconds of the frames that a question is about, in any case and punctuation; () for an unknown one."""
         return self.questions.get(words(question), ())
 
 
@@ -219,7 +219,7 @@ def words(text: str) -> str:
 
 
 def runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """Of each cluster, in order of its first entry, the runs (begin, end) of entries that follow one another."""
+    """For each cluster, in order of its first entry: its runs (begin, end) of consecutive entries."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
     for name, run in groupby(cluster):
@@ -273,7 +273,7 @@ def retrieved(
 ) -> Figure:
     """For each question, what was said and its evidence: the share of layers that looked at each frame, over time.
 
-    What the question rests on, where `truth` knows it, is marked by a line.
+    The frames that the question is about are marked by a line, if `truth` knows them.
     """
     drawn = figure(9.0, 0.7 + 0.9 * len(answers))
     plots = drawn.subplots(len(answers), 1, sharex=True, squeeze=False)[:, 0]

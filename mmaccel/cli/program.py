@@ -1,4 +1,4 @@
-"""What the commands of a program share: the options before them, their arguments, and how they end."""
+"""Shared by the commands of a program: options before them, their arguments, and how they end."""
 
 from __future__ import annotations
 

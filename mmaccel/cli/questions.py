@@ -26,7 +26,7 @@ INPUT = "-"
 PATIENCE_S = 1.0
 """Seconds after which a standard input that does not end is told of."""
 HEADS = (
-    "rests on",
+    "based on",
     "shown at",
     "layers that saw it",
     "layers that retrieved it",
@@ -94,7 +94,7 @@ def piped(given: Sequence[str]) -> list[Asked]:
 
 
 def cut(part: Video, asked: list[Asked]) -> Iterator[Piece]:
-    """A clip in pieces, each with the questions that are due after its last frame; these are taken from `asked`."""
+    """Cut a clip into pieces, each with the questions that are due after its last frame. Removes them from `asked`."""
     times, start = part.clock.tolist(), 0
     while start < len(part):
         when = asked[0][0] if asked else None
@@ -132,7 +132,7 @@ class Typed:
             self._lines.put(None)
 
     def read(self, waits: bool = False) -> Iterator[str]:
-        """What was typed since the last time; `waits`: also what is typed from now on, until it ends."""
+        """Lines typed since the last call; with `waits` also those typed from now on, until the input ends."""
         while not self._over and (waits or not self._lines.empty()):
             line = self._lines.get()
             self._over = line is None
@@ -141,7 +141,7 @@ class Typed:
 
 
 def evidence_table(answer: Answer, moments: int) -> Table:
-    """The best `moments` that an answer rests on, in the order of `Answer.top`."""
+    """The best `moments` that an answer is based on, in the order of `Answer.top`."""
     table = Table(box=None, pad_edge=False)
     for head in HEADS:
         table.add_column(head, justify="left" if head == HEADS[0] else "right")
@@ -154,21 +154,22 @@ def evidence_table(answer: Answer, moments: int) -> Table:
 
 
 def below(answer: Answer, moments: int) -> list[str]:
-    """What people read below the table: where the answer was cut off, what the table leaves out, how fast it was."""
+    """Lines printed below the table: where the answer was cut off, what the table leaves out, how fast it was."""
     left = len(answer.evidence) - moments
     lines = [cut_short(answer.finish_reason, len(answer.ids))]
     if moments and not answer.evidence:
-        lines.append("rests on no moment")
+        lines.append("based on no frame")
     if left > 0:
         lines.append(f"and on {left} more")
     if answer.evidence and all(one.score is None for one in answer.evidence):
-        lines.append("these were seen; which of them the answer rests on this memory does not tell")
+        lines.append("these were seen; this memory does not tell which of them the answer is based on")
     lines.append(f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}")
     return [line for line in lines if line]
 
 
 def acted(report: Report) -> list[str]:
-    """What people read of the parts of a session's recipe: how far frames saw, what the pattern kept, what was drafted."""
+    """Lines on what each part of a session's recipe did: how far frames saw, what the pattern computed, what was
+    drafted."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
         parts.append(f"each frame saw {seen:.0%} of those before it")

@@ -70,7 +70,7 @@ def watch(
         int,
         Option(
             min=0,
-            help="How many of the moments that an answer rests on to show, best first; 0 computes none.",
+            help="How many of the moments that an answer is based on to show, best first; 0 computes none.",
         ),
     ] = 5,
     device: Device = "auto",
@@ -237,7 +237,7 @@ def watch(
 class Watching:
     """A session that takes in clips, and the questions that are asked of it when they are due.
 
-    most        tokens of an answer; `moments` that it rests on are shown, unless `quiet`
+    most        tokens of an answer; `moments` that it is based on are shown, unless `quiet`
     begin, had  seconds of the last frame, and the frames, of a saved session that it went on from; None, 0: of none
     asked       questions with a time that is still to come, in order, then those for the end
     left, told  questions that have no answer yet; the answers, JSON-ready

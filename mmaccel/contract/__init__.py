@@ -1,4 +1,4 @@
-"""What every policy promises, tried on small made-up prompts: for those who write one of their own, and for our tests."""
+"""Contract tests of policies, on small made-up prompts: for your own policies, and for our tests."""
 
 from __future__ import annotations
 

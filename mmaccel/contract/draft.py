@@ -1,4 +1,4 @@
-"""What a draft promises: it declares how far it looks back, fails nowhere, and leaves the target's text as it is.
+"""Contract of drafts: a draft declares how far it looks back, never fails, and leaves the target's text as it is.
 
 It is tried on a toy: a language model of a few tokens whose next logits are a rule of those before.
 """
@@ -79,7 +79,7 @@ class ToyRunner(Runner):
 
 
 class ToyAdapter(ModelAdapter):
-    """Only what drafts ask of an adapter."""
+    """A toy adapter with only the members that drafts use."""
 
     name = "toy"
     model_types = ("toy",)
@@ -128,7 +128,8 @@ RULE = bigram(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(
 
 
 def check_draft(strategy: DraftStrategy) -> None:
-    """Raise `RecipeError` where the contract is broken, on a toy target of six tokens, decoded greedily."""
+    """Check a draft policy against its contract on a toy target with six tokens, greedily; raises `RecipeError` if it
+    fails."""
     who, needs, max_rollback = f"draft {strategy.name!r}", strategy.needs, strategy.max_rollback
     promise(
         needs <= {"branches", "rollback", "memory", "prompt", "video"},

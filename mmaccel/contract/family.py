@@ -1,4 +1,4 @@
-"""What is promised of a family of models: a tiny one of random weights, with recipes and without."""
+"""Contract of model families, tested on a tiny model of random weights, with recipes and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What patterns list, pair by pair, from their definitions: no plan, no block list. For one sequence, without padding.
+"""Reference masks of patterns, pair by pair, from their definitions: no plan, no block list. For one sequence without
+padding.
 
 [H or 1, S, S] bool each: what a query sees at least, and at most where a pattern rounds to blocks. S tokens, H heads.
 """

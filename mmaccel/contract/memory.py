@@ -1,4 +1,4 @@
-"""What a memory promises of sequences and of streams.
+"""Contract of memories, for sequences and for streams.
 
 B batch, G key/value heads, n columns, D head size; P tokens a unit of a stream, E hidden size.
 """
@@ -140,7 +140,7 @@ def written(serials: list[list[int]], layer: int) -> tuple[Tensor, Tensor]:
 
 
 def step(who: str, state: KVState, first: int, count: int) -> KVView:
-    """One run of columns with serials from `first` on; the view of the last layer."""
+    """Append columns numbered from `first` on; returns the view of the last layer."""
     for layer in range(LAYERS):
         newest, values = written([list(range(first, first + count))], layer)
         state.append(layer, newest, values)
@@ -245,7 +245,7 @@ class _Trial:
         self.who, self.state, self.needs = who, state, needs
 
     def run(self, stream_pass: StreamPass, name: int = 0) -> list[KVView]:
-        """One pass: the views of all layers."""
+        """Run one pass; returns the views of all layers."""
         state, views = self.state, []
         state.begin_pass(stream_pass)
         for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""What is promised of a prefill: by a sparse pattern of its plans, by a token pruner of the columns that it keeps.
+"""Contract of prefill: what a sparse pattern promises of its plans, and a token pruner of the columns that it keeps.
 
 And what policies are tried on: prompts of mixed modalities, ragged frames, islands of one token.
 Letters as in `mmaccel.core.prefill.plan`: B batch, H query heads, P rows of a part, N keys of a span, M query blocks.

@@ -1,1 +1,2 @@
-"""What a call runs through: recipe, attention, memory, decoding, streams. It knows no model and no policy by name."""
+"""Everything that a call runs through: recipe, attention, memory, decoding, streams. It knows no model and no policy
+by name."""

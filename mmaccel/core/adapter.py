@@ -62,7 +62,7 @@ class Branches:
 
 @dataclass
 class Columns:
-    """What is known of the columns a cache holds: their layout, and the step from a column to its rotary position."""
+    """Facts of the columns in a cache: their layout, and the offset from a column to its rotary position."""
 
     layout: TokenLayout
     delta: Tensor
@@ -77,8 +77,8 @@ class Columns:
 
 
 class Runner(ABC):
-    """One sequence at work on one model: a prompt, then steps back and forth, then perhaps the prompt of the next turn;
-    positions are explicit. No gradients.
+    """Runs one sequence on one model: a prompt, then steps forward and rollbacks, then perhaps the prompt of the next
+    turn. Positions are explicit; no gradients.
 
     lasting  another prompt may follow: what `keep` leaves out of one stays at hand
     """
@@ -99,11 +99,11 @@ class Runner(ABC):
         """Run `ids` [1, n] after what was run; logits [1, n, V]. They are a chain, or the rows of a tree."""
 
     def resume(self, inputs: Mapping[str, Any], past: Columns | None = None) -> None:
-        """Go on after the prompt of `inputs`, which the memory holds already, behind the columns `past`."""
+        """Continue after the prompt of `inputs`, which the memory already holds, behind the columns `past`."""
         raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
 
     def accept(self, path: Tensor) -> None:
-        """Of the columns of the last `step` keep those at `path` [k] ascending, one after the other."""
+        """Keep of the last `step` the columns at `path` [k], ascending, and drop its others."""
         raise ModelError(f"{type(self).__name__} cannot take one branch of many; propose chains.")
 
     @abstractmethod
@@ -137,7 +137,7 @@ class ModelAdapter(ABC):
         return self.geometry(model)
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
-        """What a table of head patterns is bound to: the model's type and sizes; JSON-ready."""
+        """The model's type and sizes, by which a table of head patterns is matched to it; JSON-ready."""
         shape = self.whole_geometry(model)
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
@@ -170,7 +170,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
-        """What each column of ``inputs["input_ids"]`` [B, S] is."""
+        """The layout of the columns of ``inputs["input_ids"]`` [B, S]: what each one is."""
 
     @abstractmethod
     def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -195,7 +195,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """`x` [B, heads, n, D] rotated by what `angles` gave."""
+        """Rotate `x` [B, heads, n, D] by the result of `angles` (RoPE)."""
 
     @abstractmethod
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
@@ -218,7 +218,7 @@ class ModelAdapter(ABC):
         return kind in self.model_types
 
     def sampler(self, kind: type[nn.Module]) -> Any:
-        """What makes tiny models of class `kind` and prompts for them (`models.tiny.Sampler`)."""
+        """The sampler of tiny models of class `kind` and of prompts for them (`models.tiny.Sampler`)."""
         raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
 
     def check(self, model: nn.Module, recipe: Any) -> None:
@@ -351,7 +351,7 @@ class ModelView:
         return self.adapter.runner(self.model)
 
     def hold(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda held: True) -> Any:
-        """What `make` gives, made once and kept until `release`; made anew when `use` says that it is of no more use."""
+        """Return the result of `make`, cached until `release`; made again when `use` rejects the cached one."""
         held = self._held.get(name)
         if held is not None and not use(held):
             self._held.pop(name).close()

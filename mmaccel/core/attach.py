@@ -37,7 +37,7 @@ _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
 
 
 class StreamModel(ABC):
-    """One model as a stream uses it: pixels to features, features through the layers.
+    """The model's side of a stream: pixels to features, features through the layers.
 
     Nothing stays on the model between two calls. Several streams may share a model, whose `turns` their passes take. A unit
     has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
@@ -50,13 +50,13 @@ class StreamModel(ABC):
     layer_devices: list[torch.device]
     turns: Turns
     words_beside: tuple[int, int] = (0, 0)
-    """Tokens that `spoken` puts before and behind the visual tokens of a unit."""
+    """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 
     @cached_property
     def attention(self) -> AttentionConfig:
-        """What the layers follow; dense where the model does not set it."""
+        """The attention configuration of the layers; dense where the model does not set one."""
         return AttentionConfig(Recipe(), "auto", None)
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
@@ -72,7 +72,7 @@ class StreamModel(ABC):
         """`frames` [T, 3, H, W] at (height, width)."""
         return frames
 
-    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+    def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
         """[n, P, E] units as they enter the layers: `features` [n, ., E] of each, and what is written beside it of the
         moment it shows. Wider than E where layers add to them (`run`)."""
         return features
@@ -107,18 +107,18 @@ class StreamModel(ABC):
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
         meter: Meter | None = None,
-        ears: Mapping[int, Callable[[Tensor], None]] | None = None,
+        input_hooks: Mapping[int, Callable[[Tensor], None]] | None = None,
         running: RunningStates | None = None,
     ) -> Tensor:
         """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory. Keys and
         queries reach it before rotation; with `hidden` it is told what enters each layer. `few`: the columns are of a
         question or answer, a tree with `branches`; few kernels may compute them, rounding otherwise than modules. `check` is
-        called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `ears` hear by layer what
-        enters it [1, n, E], and by their number what leaves the last.
+        called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `input_hooks`
+        are called with the input [1, n, E] of the layer that each names; the number of layers names the last one's output.
         """
 
     def running(self) -> RunningStates | None:
-        """Those of a stream that begins, where layers have such; `run` is given them as `running`."""
+        """Recurrent states of a new stream, if layers have them; `run` gets them as `running`."""
         return None
 
     @abstractmethod
@@ -127,7 +127,7 @@ class StreamModel(ABC):
 
 
 class StreamAdapter(StreamModel):
-    """One model and its processor as sessions use them: videos to frames, text both ways, and what a `StreamModel` does."""
+    """The model's and processor's side of a session: videos to frames, text to ids and back, and all of `StreamModel`."""
 
     @abstractmethod
     def clips(
@@ -267,8 +267,8 @@ class Accelerated:
         return self._state()
 
     def opened(self, state: KVState, holder: object) -> Callable[[], object]:
-        """`state` is the memory of the sequences to come; it goes with `holder`, and what it counted is kept for reports.
-        What is returned lets it go before."""
+        """Register `state` as the memory of the next sequences. It is released with `holder`, or earlier by the returned
+        function; its counters are saved for reports."""
         self._state, self._counted = ref(state), {}
         kept = finalize(holder, self._left_over, state)
         kept.atexit = False
@@ -378,7 +378,7 @@ def _bound(recipe: Recipe, view: ModelView) -> Recipe:
 
 
 def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
-    """What the layers of a session follow under `recipe`; raises `RecipeError` as `fitted` does for pattern and pruner."""
+    """The attention configuration of a session's layers under `recipe`; raises `RecipeError` as `fitted` does."""
     recipe = _bound(recipe, adapter.view)
     if recipe.sparse.dense:
         choice = select.Choice(select.choose(adapter.device), "a memory of streams decides what is seen")
@@ -389,6 +389,6 @@ def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
 
 
 def attached(model: nn.Module) -> Accelerated | None:
-    """What is attached to `model`, or None."""
+    """The attachment of `model`, or None."""
     owner = _attached.get(unwrapped(model)) if isinstance(model, nn.Module) else None
     return owner() if owner is not None else None

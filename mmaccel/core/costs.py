@@ -1,4 +1,4 @@
-"""What a video and its questions cost under a recipe: seconds and bytes, from sizes of a model and rates of a device.
+"""Predicts seconds and bytes of a video and its questions under a recipe, from a model's sizes and a device's rates.
 
 Nothing is fitted. A model's sizes are counted (`Sizes`), a device's rates measured once, in a few seconds, or known
 (`DEVICES`). Each term is work over a rate:
@@ -47,7 +47,8 @@ columns that a buffer grows ahead, and bytes that a host store takes at a time."
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is to be done: frames of a video or a stream, questions of `words` tokens each, answers of `answer` tokens.
+    """The work to predict: frames of a video or a stream, questions of `words` tokens each, answers of `answer`
+    tokens.
 
     live    frames come from a camera, and are watched
     memory, host  bytes of the device and of the host that may be used

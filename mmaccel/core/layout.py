@@ -128,7 +128,7 @@ class TokenLayout:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """What was derived of this layout and will be wanted again, by whoever derived it; lives as long as the layout."""
+        """Cache of values derived from this layout, by the function that derived them. It lives as long as the layout."""
         return {}
 
     @cached_property
@@ -231,13 +231,13 @@ class PositionIds:
 
     @classmethod
     def evenly(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> PositionIds:
-        """Those of units that follow each other as text does: a further one adds `slope` to every coordinate."""
+        """Positions of units that follow each other as text does: each further unit adds `slope` to every coordinate."""
         made = cls(head, unit, lambda n: torch.arange(n) * slope, text, slope, limit, None, *more)
         made.moved = made.axes
         return made
 
     def anew(self, tokens: int) -> PositionIds:
-        """Those of units of `tokens` tokens, where everything is numbered 0, 1, 2, ... on every axis."""
+        """Positions of units of `tokens` tokens, numbered 0, 1, 2, ... on every axis."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
         return self.evenly(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
@@ -283,7 +283,7 @@ class PositionIds:
         return self._odd is None
 
     def own(self, first: int, count: int, base: int = 0) -> Tensor:
-        """[count * P] or [3, count * P]: units ``first .. first + count`` at their own times, less `base` slots."""
+        """Positions [count * P] or [3, count * P] of units ``first .. first + count`` at their own times, minus `base`."""
         if self._odd is None:
             return self.units(first - base, count)
         if not base:

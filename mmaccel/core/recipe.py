@@ -36,8 +36,9 @@ def _default(kind: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What an accelerated model does. A policy is given by its name, or as a mapping with its name and fields, such as
-    ``{name: grid, stride: frame}``; `mmaccel describe NAME` explains those. Paths in a YAML file count from its folder.
+    """The choices of an accelerated model. A policy is given by its name, or as a mapping with its name and fields,
+    such as ``{name: grid, stride: frame}``; `mmaccel describe NAME` explains those. Paths in a YAML file count from
+    its folder.
 
     sparse      the prefill pattern
     kv          the memory

@@ -1,4 +1,4 @@
-"""What policies of every kind declare about themselves, and names to classes: one record a name, loud errors.
+"""What policies of every kind declare about themselves, and the registry from names to classes.
 
 A policy is registered by its file::
 

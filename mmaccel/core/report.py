@@ -125,7 +125,7 @@ def _figure(name: str, value: float) -> str:
 
 @dataclass(kw_only=True)
 class Rounds:
-    """What became of a draft's proposals: of each that was not empty how many tokens it had, and how many were accepted."""
+    """Statistics of a draft's proposals: for each that was not empty its number of tokens, and how many were accepted."""
 
     lengths: list[int] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
@@ -140,14 +140,14 @@ class Rounds:
             self.windows.append(proposed)
 
     def draft_failed(self, reason: str) -> None:
-        """The draft was dropped; decoding goes on by itself."""
+        """Note that the draft failed, for `reason`, and was dropped; decoding goes on without it."""
         self.failed = reason
 
     def told(self, counters: dict[str, float], notes: list[str]) -> None:
-        """What the draft of one sequence says of itself, when it is over."""
+        """Take the counters and notes of one sequence's draft, when the sequence has ended."""
 
     def figures(self) -> dict[str, Any]:
-        """As they stand in `Report.draft`."""
+        """The counters in the form of `Report.draft`."""
         return {
             "rounds": len(self.lengths),
             "target_steps": self.target_steps,
@@ -220,7 +220,7 @@ class Meter(Rounds):
         self.started = time.perf_counter()
 
     def enter(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
-        """A pass over `tokens` new columns from column `start` on, a prompt or a pass by itself; see `TokenLayout.video`."""
+        """Start to measure a pass over `tokens` new columns that begin at column `start`."""
         if not self.generating and start == 0:
             self.clear()
         if self.prompt_tokens == 0:
@@ -333,7 +333,7 @@ class Rows:
         self.rows: list[dict[str, Any]] = list(parsed(whole))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Write one row at once; gives it as it will be read."""
+        """Append one row to the file at once; returns the row as a reader of the file will see it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._cut is not None:
             os.truncate(self.path, self._cut)

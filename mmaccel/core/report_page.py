@@ -1,4 +1,4 @@
-"""A run as one page of HTML that needs no network: answers, the frames they rest on, what was chosen, its cost."""
+"""A run as one page of HTML that needs no network: answers, the frames they are based on, what was chosen, its cost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Paged:
     ) -> None:
         """Write the run as one page of HTML that needs no network: what was chosen, what it cost, what it kept.
 
-        answers     question -> its text, or the `Answer` of a session, with the frames it rests on
+        answers     question -> its text, or the `Answer` of a session, with the frames it is based on
         thumbnails  their pictures: ``mmaccel.media.thumbnails("film.mp4")``; None shows times alone
         """
         told = [
@@ -93,7 +93,7 @@ def page(
 
     runs        name -> the fields of a `Report` (`to_dict`), of which any may be missing; runs stand side by side
     answers     each with "question", "answer" (its text), and perhaps "recipe" (the name of its run), "finish_reason",
-                "asked_at" and "ttft_s" (seconds), "moments" (how many it rests on) and "evidence", best first: mappings
+                "asked_at" and "ttft_s" (seconds), "moments" (how many it is based on) and "evidence", best first: mappings
                 with the fields of an `Evidence`
     facts       what else is said of the run, by label
     thumbnails  gives the pictures; None: times alone
@@ -115,7 +115,7 @@ def page(
         parts.append(f"<h2>Frames that the model was given: {len(some)} of {len(given)}</h2>")
         parts.append(_figures(some, thumbnails))
         parts.append(
-            '<p class="less"><code>generate</code> does not say on which frames its answer rests; a session does '
+            '<p class="less"><code>generate</code> does not say which frames its answer is based on; a session does '
             "(<code>mmaccel watch</code>, <code>VideoSession.ask</code>).</p>"
         )
     parts += ["<h2>What it cost and what it kept</h2>", _costs(runs)]

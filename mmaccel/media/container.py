@@ -1,4 +1,4 @@
-"""One opened video: its frames in presentation order with their times, and what of it is damaged."""
+"""An opened video: its frames in presentation order with their times, and what is damaged in it."""
 
 from __future__ import annotations
 

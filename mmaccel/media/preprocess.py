@@ -262,7 +262,7 @@ def to_square(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
 
 
 def best_resolution(pixels: Pixels, height: int, width: int) -> tuple[int, int]:
-    """Of `image_grid_pinpoints` the (height, width) that keeps most of the image, then wastes least."""
+    """The (height, width) of `image_grid_pinpoints` that keeps most of the image, then wastes least."""
     if not pixels.image_grid_pinpoints:
         raise VideoError("image_grid_pinpoints is empty: list the resolutions that images may be cut into.")
 

@@ -146,9 +146,9 @@ def read(
 
 @dataclass(frozen=True)
 class Plan:
-    """The frames to keep: how many (None unknown) and at what rate (0.0 unknown).
+    """Which frames of a file to keep: how many (None: unknown) and at what rate (0.0: unknown).
 
-    Of more than `most` only each second, fourth, ... is kept.
+    Of more than `most` frames only every second, fourth, ... is kept.
     `missing` says in words which frames that the header promises are not in the file; losses up to `slack` are rounding.
     Where `total` is but the mean rate times the span, its `end` in seconds tells of losses. `stream` has (tick, time,
     frame), the frame None where the tick is skipped; of frames taken by number the tick is their time.
@@ -334,7 +334,7 @@ def _check_memory(source: Source, picture: Picture, total: int | None) -> None:
 
 
 def facts(path: str | os.PathLike[str]) -> tuple[int, float, int, int]:
-    """Of a video its frames (0 unknown), their mean rate a second (0.0 unknown), height and width; nothing is decoded."""
+    """Facts of a video: frames (0: unknown), mean rate (0.0: unknown), height and width; nothing is decoded."""
     with Source(path) as source:
         count = source.count or len((source.local and source.index()) or ())
         return count, source.rate, source.height, source.width

@@ -155,7 +155,7 @@ class FrameQueue:
             return not self.closed
 
     def close(self) -> None:
-        """Whoever waits at either end goes on."""
+        """Close the queue: threads that wait to put or to take frames continue."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()

@@ -13,7 +13,7 @@ from mmaccel.models.prompt_layout import Inputs
 
 
 class WithoutVision:
-    """Of a `Family`: the whole model is the language model, and prompts are words."""
+    """Mixin of a `Family` without vision: the whole model is the language model, and prompts are text."""
 
     name = "text"
     model_types: ClassVar[tuple[str, ...]] = ()

@@ -21,7 +21,7 @@ ENTERING = ("inputs_embeds", WHERE, FEATURES, EACH)
 
 
 def of_columns(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, Any]:
-    """What is `given` beside the embeddings, for some columns alone: a slice, or numbers [n]."""
+    """The features added beside the embeddings, for some columns only: a slice, or indices [n]."""
     where = given[WHERE]
     inside = torch.zeros_like(where)
     inside[:, columns] = True
@@ -29,7 +29,7 @@ def of_columns(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, A
 
 
 def parted(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
-    """Of rows [n, E * (1 + levels)] the embeddings [n, E], and the arguments by which each level is added to its layer."""
+    """Split rows [n, E * (1 + levels)] into the embeddings [n, E], and the arguments that add each level to its layer."""
     rows, *levels = embeds.split(wide, 1)
     return rows, {WHERE: torch.ones(1, len(rows), dtype=torch.bool, device=rows.device), FEATURES: levels}
 
@@ -44,7 +44,7 @@ def side_by_side(given: Mapping[str, Any]) -> Tensor:
 
 
 def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What enters of two prompts, one after the other; one of them may show nothing."""
+    """Concatenate the visual features of two prompts for the layers that add them; one of the prompts may have none."""
     both, embeds = (one, other), ENTERING[0]
     out: dict[str, Any] = {embeds: torch.cat([x[embeds] for x in both], 1)}
     if EACH in one:

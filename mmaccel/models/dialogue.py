@@ -19,7 +19,7 @@ from mmaccel.models.chat import conversations
 Messages = list[dict[str, Any]]
 
 
-def spoken(question: Any) -> tuple[Messages, Messages, list[Any]]:
+def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
     """`question`, pieces or messages, as messages that a template takes; the same without the words of the question;
     and its images in order.
 

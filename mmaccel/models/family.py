@@ -147,7 +147,7 @@ class Family(ModelFamily):
         return self.sizes(config, config.num_hidden_layers)
 
     def sizes(self, config: Any, layers: int) -> Geometry:
-        """Those of a text model's `config`, of which so many layers have attention."""
+        """Sizes of a text model's `config`, of which so many layers have attention."""
         heads = config.num_attention_heads
         return Geometry(
             layers=layers,
@@ -297,7 +297,7 @@ class Family(ModelFamily):
         return torch.arange(units, device=frame.device) * int((frame == 0).sum())
 
     def pace_of(self, model: nn.Module, inputs: Inputs) -> Pace | None:
-        """Of a family whose positions are seconds: how many a second has, and the seconds of a unit of `inputs`' video."""
+        """Where positions are times: positions for each second, and seconds of a time step of the video in `inputs`."""
         return None
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
@@ -308,7 +308,8 @@ class Family(ModelFamily):
         return self.entering(model, inputs)["inputs_embeds"]  # type: ignore[no-any-return]
 
     def entering(self, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-        """The arguments of the language model's forward that hold a prompt: its embeddings, and what layers add to them."""
+        """Arguments of the language model's forward that hold a prompt: its embeddings, and features that layers add to
+        them."""
         caught: list[dict[str, Any]] = []
         thread = threading.get_ident()
 

@@ -102,7 +102,7 @@ class Gemma3(Generic):
         return sliding.MARGIN if self.sliding(model) else None
 
     def owners(self, model: nn.Module) -> list[int]:
-        """Of each layer the one whose keys and values it reads."""
+        """For each layer: the layer whose keys and values it reads."""
         return list(range(self.geometry(model).layers))
 
     def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:

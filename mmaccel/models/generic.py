@@ -286,7 +286,7 @@ class Generic(Family):
 
 @register("model", "other")
 class Other(Generic):
-    """Every other model of images or video in transformers whose layers all have full attention; none is tried here."""
+    """Any other image or video model of transformers whose layers all have full attention. No such model is tested here."""
 
     model_types = ("*",)
     rotate_function = ""

@@ -75,7 +75,7 @@ class Glm4V(Qwen25VL):
         },
     }
 
-    def spoken(self, config: Any, tokens: list[int], units: int) -> list[int]:
+    def video_ids(self, config: Any, tokens: list[int], units: int) -> list[int]:
         if tokens[0] == VID or units > 1:
             frames = ([194, *[IMG] * len(tokens), 195, 8 + n % 2] for n in range(units))
             return [BEGIN, *chain.from_iterable(frames), END]

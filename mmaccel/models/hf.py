@@ -148,7 +148,7 @@ class Attachment(Attaching):
         return self.sequences.get(cache) if cache is not None else None
 
     def asked(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """What `generate` is asked as argument `name`, by `kwargs`, their generation config or the model's; or None."""
+        """The value of `generate`'s argument `name`: from `kwargs`, their generation config or the model's; or None."""
         if name in kwargs:
             return kwargs[name]
         given = getattr(kwargs.get("generation_config"), name, None)

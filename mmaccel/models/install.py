@@ -68,8 +68,8 @@ class Hooks(ExitStack):
         module.__dict__[name] = value
 
     def wrap(self, module: nn.Module, name: str, ours: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-        """Replace the instance's method `name` by `ours`, called with `given`, the method as it was, and what the method was
-        called with; returns the wrapper."""
+        """Replace the method `name` of an instance, and return the wrapper. A call of the method becomes
+        `ours(*given, original, *args, **kwargs)`, where `original` is the method as it was."""
         plain: Callable[..., Any] = getattr(module, name)
         # A partial, which copy and pickle look into.
         wrapper: Callable[..., Any] = functools.wraps(plain)(functools.partial(ours, *given, plain))
@@ -198,7 +198,7 @@ class Gate:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call that runs plain, such as a pass of a stream."""
+        """The context of one call that runs without the recipe, such as a pass of a stream."""
         entered = self.enter()
         try:
             yield

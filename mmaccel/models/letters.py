@@ -31,7 +31,7 @@ class Tokens:
 
 
 class Letters(Processor):
-    """Prompts of what a `family` states for tiny models of `config` (`Family.piece`)."""
+    """Makes prompts for tiny models of `config`, from the tokens that the family declares (`Family.piece`)."""
 
     video_token, video_token_id = "<video>", -1
 

@@ -173,8 +173,8 @@ def outline(name: str | Path) -> ModelView:
 
 
 def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
-    """The causal language model `name`, in the dtype and on the device of `like`, or its outline if that is one; None where
-    it is a model of a supported family, or no language model. Raises as `load_model` does."""
+    """Load the causal language model `name` in the dtype and on the device of `like`, or its config alone if `like`
+    has no weights; None if it is a model of a supported family, or no language model. Raises as `load_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source = resolve(name)
@@ -314,7 +314,7 @@ def hand_over(model: nn.Module, chosen: Sequence[torch.device], first: torch.dev
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """What config.json says; raises `ModelError` where there is none."""
+    """Read config.json; raises `ModelError` if there is none."""
     config = read_json(folder / "config.json")
     if config is None:
         raise ModelError(f"{folder} has no config.json: name the folder of a saved model.")
@@ -349,7 +349,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, in one line of at most 200 characters."""
+    """The message of an error, in one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
@@ -374,7 +374,7 @@ def absent(name: str, error: BaseException) -> str | None:
 
 
 def own_code(name: str, error: Exception) -> str | None:
-    """What is said of a model whose code comes with it, and is not run; None for another error."""
+    """The error for a model whose own code would have to run; None for another error."""
     return _own_code(name) if "trust_remote_code" in str(error) else None
 
 

@@ -153,12 +153,12 @@ def is_gated(module: nn.Module, family: Any) -> bool:
 
 
 def normed(module: Any, hidden: Tensor, family: Any) -> Tensor:
-    """What the norm `module` makes of `hidden`, by one kernel where there is one; for code that nobody compiles."""
+    """Output of the norm `module` on `hidden`, by one kernel if there is one; for code that nobody compiles."""
     return normed_or(module, module, hidden) if is_norm(module, family) else module(hidden)  # type: ignore[no-any-return]
 
 
 def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
-    """What the norm `module` makes of `hidden`, by one kernel where there is one; else by its own forward, `whole`."""
+    """Output of the norm `module` on `hidden`, by one kernel if there is one, else by its own forward, `whole`."""
     fits = module.weight.dtype == hidden.dtype and layer_ops.fusible(hidden)
     if not fits or _wants_gradients(hidden, module.weight):
         return whole(hidden)
@@ -166,7 +166,8 @@ def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
 
 
 def gated(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
-    """What the gated block `module` makes of `hidden`, its gate by one kernel where there is one; else by its `whole`."""
+    """Output of the gated feed-forward block `module` on `hidden`. One kernel computes gate and product where there is one;
+    else the module's own forward `whole` runs."""
     if not layer_ops.fusible(hidden) or torch.is_grad_enabled():
         return whole(hidden)
     gate = module.gate_proj(hidden)

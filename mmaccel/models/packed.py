@@ -36,7 +36,7 @@ class PackedPass:
         return cls(tuple(runs))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[B, H, S, D]: attention of query [B, H, S, D] to key and value [B, G, S, D], within each sequence."""
+        """Attention [B, H, S, D] of query [B, H, S, D] to key and value [B, G, S, D], within each packed sequence."""
         out = value.new_empty(*query.shape[:3], value.shape[-1])
         for b, columns, run in self.runs:
             some = (slice(b, b + 1), slice(None), columns)

@@ -189,7 +189,8 @@ class Processor:
     def pixels(
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """What the call makes of one video's frames `[T, 3, H, W]`, without a text: pixels, and a grid if it has one."""
+        """Inputs that a call makes from the frames [T, 3, H, W] of one video, without text: pixels, and a grid if it
+        has one."""
         made, _ = self.style.videos(self.video, self.extra, [frames], {"device": device, "dtype": dtype})
         return {name: value.to(device) for name, value in made.items()} if device is not None else made
 

@@ -1,4 +1,4 @@
-"""What a prompt is: the arguments of a call by name, how a processor makes its inputs, and what each of its tokens is.
+"""Prompts: the arguments of a call by name, how a processor makes its inputs, and what each token is.
 
 The question is the words of a message with images or videos, without the chat's markup. It is found in token ids alone.
 Known are the tokens that end a message (the model ends its answers with them) and those around images and videos. A message
@@ -71,7 +71,7 @@ Made = tuple[dict[str, Any], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a model's own users give it of a video file, unless they ask for something else.
+    """Frames, rate and pixels that a model's own users take of a video file, unless others are asked for.
 
     fps          frames a second, and never a frame twice; None: `most` evenly spaced ones, however long the video is
     least, most  frames at that rate, where the video has so many
@@ -166,7 +166,7 @@ def rope_of(config: Any) -> Mapping[str, Any]:
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a text model of `config` has, what its rotary scaling adds included; None where it does not say."""
+    """How many positions a text model of `config` has, with rotary scaling; None if the config does not say."""
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int):
         return None
@@ -182,7 +182,7 @@ def windowed(config: Any) -> bool:
 
 
 def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
-    """Of the arguments of a call those of the columns after the first `past`, without a mask."""
+    """The arguments of a call for the columns after the first `past`, without a mask."""
     length = kwargs["input_ids"].shape[1]
     new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
     for name in A_TOKEN:
@@ -308,10 +308,10 @@ def question_columns(
 def last_words(
     ids: list[int], text: list[bool], ends: Collection[int], marks: Collection[int], first: int
 ) -> tuple[int, int]:
-    """Where the words of the last whole message begin and end among the last tokens `ids` [n] of a prompt; (0, n) where it
-    has none there.
+    """(begin, end) of the words of the last complete message among the last tokens `ids` [n] of a prompt; (0, n) if it
+    has no words there.
 
-    text    which of them are no image's or video's; the words come after the last of these
+    text    which tokens [n] are neither image nor video; the words follow the last visual token
     ends    ids that end a message
     marks   ids around images and videos
     first   the id that begins a message
@@ -355,5 +355,5 @@ def question_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tens
 
 
 def token_ids(entry: Any) -> list[int]:
-    """The ids of a configuration entry, which may be one id, several or None."""
+    """Token ids of a configuration entry as a tuple; the entry may be one id, several or None."""
     return [] if entry is None else list(entry) if isinstance(entry, list | tuple) else [entry]

@@ -153,7 +153,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         return own, others | {name: x for name, x in several.items() if len(x)}
 
     def paid(self, heard: Heard) -> Tensor:
-        """[k, 1, S] what the question paid to the columns of the prompt: to those of units as `heard`, to others nothing."""
+        """Attention [k, 1, S] of the question to the columns of the prompt: `heard` at columns of frames, 0 elsewhere."""
         out = heard.paid.new_zeros(len(heard.paid), 1, self.inputs["input_ids"].shape[1])
         tokens = torch.arange(self._inside - self._head, device=out.device)
         unit = self._unit
@@ -178,13 +178,13 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         unit = self._unit - self.words_beside[0]
         return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, unit)
 
-    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+    def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
         if not any(self.words_beside) or not len(features):
             return features
         begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
         ids = self.inputs["input_ids"][0]
         around = [(ids[begin : begin + self.words_beside[0]].tolist(), list[int]()) for begin in begins]
-        return units.spoken(self.words, features, around)
+        return units.unit_embeds(self.words, features, around)
 
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})
@@ -236,7 +236,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
 
 class PromptRunner(Runner):
-    """One prompt of a call on a memory of streams, which lives from `prefill` to `settle`.
+    """Runs one prompt of `generate` on a memory of streams; lives from `prefill` to `settle`.
 
     counters  the memory's, once it is over
     """

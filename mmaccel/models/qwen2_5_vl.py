@@ -151,12 +151,12 @@ class Qwen25VL(Family):
         pixels = torch.randn(math.prod(grid), row, generator=generator)
         token = config.video_token_id if kind == VIDEO else config.image_token_id
         tokens = [token] * (grid[1] * grid[2] // vision.spatial_merge_size**2)
-        return self.spoken(config, tokens, grid[0]), {
+        return self.video_ids(config, tokens, grid[0]), {
             PIXELS[kind]: pixels,
             _GRIDS[kind]: torch.tensor([grid]),
         }
 
-    def spoken(self, config: Any, tokens: list[int], units: int) -> list[int]:
+    def video_ids(self, config: Any, tokens: list[int], units: int) -> list[int]:
         """The ids of a video of so many units of `tokens`, in a prompt."""
         return [config.vision_start_token_id, *tokens * units, config.vision_end_token_id]
 

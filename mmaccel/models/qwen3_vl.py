@@ -54,7 +54,7 @@ class Qwen3VL(Qwen25VL):
         images, videos = super().grids(model, inputs)
         return images, [replace(video, apart=True) for video in videos]
 
-    def spoken(self, config: Any, tokens: list[int], units: int) -> list[int]:
+    def video_ids(self, config: Any, tokens: list[int], units: int) -> list[int]:
         frames = ([7, 8 + n % 2, BEGIN, *tokens, END] for n in range(units))
         return list(chain.from_iterable(frames))
 

@@ -97,7 +97,7 @@ class Recurrent(LinearAttentionLayer):
                 self._again = False
 
     def mark(self) -> tuple[int, tuple[Tensor, Tensor] | None]:
-        """What `back` needs to come back to this moment, from anywhere."""
+        """State for `back` to return to, from any later moment."""
         return self.length, self._copied()
 
     def back(self, mark: tuple[int, tuple[Tensor, Tensor] | None]) -> None:
@@ -139,7 +139,7 @@ def noted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def note_in(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Let the states of `modules` hear of the rows that come."""
+    """Record in the states of `modules` which rows come."""
     for module in modules:
         hooks.before(module, noted)
 
@@ -157,7 +157,7 @@ def dynamic(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
 
 
 class StreamStates(RunningStates):
-    """Those of one stream on the model of `passes`, by the number of the layer."""
+    """Recurrent states of one stream on the model of `passes`, by the number of the layer."""
 
     def __init__(self, passes: Any, modules: Mapping[int, nn.Module]) -> None:
         self.states = {number: Recurrent(module) for number, module in modules.items()}

@@ -1,4 +1,4 @@
-"""One sequence at work on one Hugging Face model: prefill, step, roll back, with explicit positions."""
+"""Runs one sequence on one Hugging Face model: prefill, step, roll back, with explicit positions."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def open_runner(model: nn.Module, family: Any, cache: Any) -> HFRunner:
 
 
 def unpadded(inputs: Inputs) -> dict[str, Any]:
-    """One sequence without its padding columns and without a mask."""
+    """The inputs of one sequence without padding columns and without a mask."""
     inputs = dict(inputs)
     mask = inputs.pop("attention_mask", None)
     if mask is None or bool(mask.all()):

@@ -1,4 +1,4 @@
-"""What of a call of `generate` is one sequence's: of a batch, without padding, and after what a cache holds.
+"""Splits a call of `generate` into its sequences: out of a batch, without padding, and after what a cache holds.
 
 A cache that a call gave back holds the turns before. `input_ids` of the next call are the whole conversation, pixels those
 of its new images and videos; what the draft read stays with the cache (`DraftTurn`).
@@ -34,8 +34,9 @@ draft asks about tokens that are refused, too, and about the same place twice.""
 
 
 class DraftTurn:
-    """What the draft `choice` left with a cache for the next turn, and what its pruner heard. A copy of the cache shares it:
-    each turn goes back to what it has in common with the last one, and one draft serves all."""
+    """State that the draft `choice` left with a cache for the next turn, and the attention that its pruner read. A
+    copy of the cache shares it: each turn goes back to what it has in common with the last one, and one draft
+    serves all."""
 
     def __init__(
         self, choice: DraftStrategy | None = None, left: Any = None, heard: Mapping[int, Tensor] | None = None
@@ -55,12 +56,12 @@ class DraftTurn:
         return held if isinstance(held, DraftTurn) and held.choice == choice else DraftTurn(choice)
 
     def take(self) -> Any:
-        """What was left, for one call: who comes meanwhile finds nothing."""
+        """Take the stored state for one call; a call that comes meanwhile finds none."""
         left, self.left = self.left, None
         return left
 
     def leave(self, cache: Any, left: Any, heard: Mapping[int, Tensor] | None) -> None:
-        """The turn is over: `left` is with `cache`."""
+        """End a turn of a conversation: store what the draft read, `left`, with `cache` for the next turn."""
         self.left, self.heard = left, heard or self.heard
         setattr(cache, TURN, self)
 
@@ -71,7 +72,7 @@ def filled(cache: Any) -> int:
 
 
 def known(attachment: Attachment, cache: Any) -> Columns | None:
-    """What is known of the columns that `cache` holds of one sequence; None: nothing, or there is padding among them."""
+    """Facts of the columns that `cache` holds of one sequence; None if there are none, or padding is among them."""
     found, past = attachment.known(cache), filled(cache)
     if found is None or found.layout.batch != 1 or found.layout.length < past:
         return None
@@ -94,8 +95,8 @@ def why_not(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> st
 
 
 def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The inputs of each sequence of a batch by itself, its padding included; what tells of neither sequences nor
-    pixels stays in each."""
+    """The inputs of each sequence of a batch, padding included; arguments that hold neither sequences nor pixels stay
+    in each."""
     if is_given(inputs.get("mm_encoder_outputs")):
         raise ModelError(
             "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."
@@ -141,7 +142,7 @@ def _tiles(family: Any, inputs: Mapping[str, Any], layout: TokenLayout, count: i
 
 
 def allowed_to(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
-    """What may follow `ids` of sequence `number` of a batch, which transformers takes for the only one."""
+    """Allowed next tokens after `ids` of sequence `number` of a batch, which transformers takes for the only one."""
     return allowed(number, ids)
 
 
@@ -171,7 +172,7 @@ def without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, An
 
 
 def of_one(field: str, verdict: Tensor) -> Tensor:
-    """What the processors or criteria given as `field` say of one sequence; `DraftError` where they tell of several."""
+    """The processors or criteria given as `field`, for one sequence; `DraftError` if they need several."""
     if verdict.shape[0] != 1:
         raise DraftError(
             f"{field}: one tells of {verdict.shape[0]} sequences, and was asked about one, for here the sequences of a "
@@ -182,8 +183,8 @@ def of_one(field: str, verdict: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the processors make of one token's logits: (ids before [S], logits [V]) -> probabilities [V]. A class of its own,
-    so that it can travel to another process."""
+    """Applies the logits processors to one token: (ids before [S], logits [V]) -> probabilities [V]. It is a class so
+    that it can be sent to another process."""
 
     processors: Any
     sample: bool

@@ -18,7 +18,7 @@ from mmaccel.core.errors import ModelError, UnknownName
 
 @dataclass(frozen=True)
 class Shape:
-    """One published configuration: its family and the sizes of its language model and vision tower."""
+    """A published model configuration: its family and the sizes of its language model and vision tower."""
 
     family: str
     hidden: int

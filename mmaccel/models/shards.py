@@ -1,4 +1,4 @@
-"""What the weights of attention say of a model: their digest, and which part of the heads this process has."""
+"""Facts from a model's attention weights: their digest, and which of the heads this process has."""
 
 from __future__ import annotations
 

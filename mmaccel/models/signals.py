@@ -1,4 +1,5 @@
-"""What pruners read of a prefill: states between layers, the text's attention, the vision tower's own attention."""
+"""Signals that pruners read during a prefill: hidden states between layers, attention of the text, attention of the
+vision tower."""
 
 from __future__ import annotations
 
@@ -232,7 +233,7 @@ class Listener(Probe):
 
 
 class VisionTower(ABC):
-    """What a pruner reads of a family's vision tower: of each visual token the attention it receives, and its key.
+    """Signals from a family's vision tower: for each visual token the attention it receives, and its key.
 
     attention  the attention module whose input `look` is given
     """
@@ -248,8 +249,8 @@ class VisionTower(ABC):
 
     @abstractmethod
     def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """[n, 1 + D] for the visual tokens of a call, images (IMAGE) or videos (VIDEO), from what `look` gave of it; `given`
-        are the call's arguments."""
+        """Attention and key, [n, 1 + D], of the visual tokens of one call of the vision tower on images (IMAGE) or videos
+        (VIDEO), computed from the results of `look`; `given` holds the call's arguments."""
 
 
 class VisionProbe:
@@ -292,7 +293,7 @@ class VisionProbe:
             caught.append(self.tower.look(args[0] if args else kwargs["hidden_states"], kwargs))
 
     def take(self, layout: TokenLayout) -> dict[str, Tensor]:
-        """`vision_attention` [S] and `vision_key` [S, D] of a prompt of one sequence, from what was encoded last."""
+        """Return `vision_attention` [S] and `vision_key` [S, D] of the last encoded prompt, which has one sequence."""
         tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None
         for kind, name in PIXELS.items():

@@ -1,4 +1,4 @@
-"""One decoder layer over a few new rows, in five operators; and questions to a stream, whose layers go one by one.
+"""Runs one decoder layer on a few new rows with five operators, and the layers of a question to a stream.
 
 The modules of a layer launch some thirty small kernels and take a host about a millisecond; for few rows that is most of
 the time. Weights are the model's own. `models/decode.py` runs all layers of a sequence as one captured step.
@@ -106,7 +106,7 @@ class LayerStep:
         return torch.cat([*(some.flatten(1) for some in heads), values], 1)
 
     def finish(self, x: Rows, attended: Tensor) -> Rows:
-        """What leaves the layer, of rows x [R, E] that entered it, by their attention [R, H * D]."""
+        """The layer's output for its input rows x [R, E] and their attention [R, H * D]."""
         x = _added(attended, self.out, x.rows, self.between)
         return _added(project(x, self.between, self.gate_up, gated=True), self.down, x.rows, self.follows)
 
@@ -118,7 +118,7 @@ def layer_steps(layers: Sequence[Any], follows: Any = None) -> list[LayerStep]:
 
 
 def weights(*linear: nn.Linear) -> Weights:
-    """Of products that are made together."""
+    """Weights of products that one kernel computes together."""
     return [one.weight for one in linear], [one.bias for one in linear if one.bias is not None]
 
 

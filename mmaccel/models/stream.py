@@ -40,7 +40,7 @@ from mmaccel.models.stock import wrapped
 
 
 class StreamPasses:
-    """What a stream asks of a model that needs no processor: the part of `StreamModel` that prompts and sessions share.
+    """The part of `StreamModel` that needs no processor; prompts and sessions share it.
 
     attachment  the recipe that is attached, if the stream is its own; any other that is attached refuses a pass
     """
@@ -93,7 +93,7 @@ class StreamPasses:
 
     @property
     def thins(self) -> TokenPruner | None:
-        """What takes tokens of each unit before the language model sees it."""
+        """The pruner that drops tokens of each unit before the language model sees it, or None."""
         prune = self.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
         return None if acts is None or acts.stage != "frames" or not acts.compact else acts
@@ -125,7 +125,7 @@ class StreamPasses:
         check: Callable[[], None] | None = None,
         branches: Branches | None = None,
         meter: Meter | None = None,
-        ears: Mapping[int, Callable[[Tensor], None]] | None = None,
+        input_hooks: Mapping[int, Callable[[Tensor], None]] | None = None,
         running: Any = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
@@ -135,7 +135,7 @@ class StreamPasses:
             self.attention, False, rest, branches, state=state, stream=True, check=check, meter=meter
         )
         # Captured steps have chains alone.
-        captured = few and branches is None and not ears and embeds.device.type in step.DEVICES
+        captured = few and branches is None and not input_hooks and embeds.device.type in step.DEVICES
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         slots = None if steps is None else state.all_write_slot()
         if steps is not None and steps.serves(embeds, slots is not None):
@@ -152,7 +152,7 @@ class StreamPasses:
             places = places.expand(3, 1, -1)
         # What is attached wraps the forward of the text model, which prompts of other memories go through.
         forward = self.text if self._attachment is None else self._attachment.forward
-        with self.busy(), self._hooked(state, hidden, ears or {}), cache.at_work():
+        with self.busy(), self._hooked(state, hidden, input_hooks or {}), cache.at_work():
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=places,
@@ -177,10 +177,10 @@ class StreamPasses:
 
     @contextmanager
     def _hooked(
-        self, state: StreamState, hidden: bool, ears: Mapping[int, Callable[[Tensor], None]]
+        self, state: StreamState, hidden: bool, input_hooks: Mapping[int, Callable[[Tensor], None]]
     ) -> Iterator[None]:
         """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to, and
-        `ears` hear what enters theirs.
+        `input_hooks` are called with the input of theirs.
 
         The model is nobody's: what another thread calls meanwhile computes what it does without us.
         """
@@ -223,7 +223,7 @@ class StreamPasses:
                     hooks.before(module, recurrent.noted)
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))
-            for number, ear in ears.items():
+            for number, ear in input_hooks.items():
                 if number < len(layers):
                     hooks.before(layers[number], functools.partial(entering, ear))
                 else:
@@ -300,7 +300,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
 
     def question(self, text: Any) -> Question:
         asking = super().question(text)
-        images = [] if isinstance(text, str) else dialogue.spoken(text)[2]
+        images = [] if isinstance(text, str) else dialogue.question_messages(text)[2]
         return dialogue.with_images(self, asking, images) if images else asking
 
     def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
@@ -312,7 +312,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         if not isinstance(question, list | tuple):
             ids, plain = self._chat(check_question(question))[1], self._template[1]
         else:
-            asked, silent, _ = dialogue.spoken(question)
+            asked, silent, _ = dialogue.question_messages(question)
             ids, plain = self._chat(asked)[1], self._chat(silent)[1]
         begin = alike(ids, plain)
         end = alike(ids[begin:][::-1], plain[begin:][::-1])
@@ -324,7 +324,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         return torch.tensor(head, dtype=torch.long, device=self.device), tail
 
     def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        """Ids before and after the video of a prompt, whose `question` is a text or messages (`dialogue.spoken`)."""
+        """Ids before and after the video of a prompt; `question` is a text or messages (`dialogue.question_messages`)."""
         content: Any = [{"type": "video"}, {"type": "text", "text": question}]
         content = content if isinstance(question, str) else question
         ids, video = self.processor.template_ids(content), self.processor.video_token_id

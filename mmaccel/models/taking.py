@@ -1,4 +1,5 @@
-"""What is taken of a video file: what the model's own users give it, what is asked for, or all that there is room for."""
+"""How many frames, at what rate and size, to take of a video file: the model's own budget, what is asked for, or all
+that fits."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def budget_of(processor: Any) -> Budget:
 
 
 def size_of(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
-    """(height, width) to which `frames` frames of a file are brought; None where the processor's own settings see to it."""
+    """(height, width) to which `frames` frames of a file are resized; None if the processor's own settings decide."""
     from mmaccel.media import preprocess
 
     wanted = budget_of(processor).size(frames, height, width)

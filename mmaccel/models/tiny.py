@@ -57,7 +57,7 @@ class Sampler:
         self.family, self.kind = family, kind
 
     def config(self, layers: int | None = None, hidden: int | None = None) -> Any:
-        """Of a model of so many layers of so wide rows."""
+        """Configuration of a model with so many layers of this width."""
         form: Any = self.kind.config_class
         if form.model_type not in self.family.tiny:
             raise ModelError(

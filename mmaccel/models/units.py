@@ -20,11 +20,11 @@ Around = tuple[list[int], list[int]]
 
 
 class Written:
-    """What a processor writes beside the units of a stream, whose prompt has `head` and `tail` around the video's place.
+    """Text that a processor writes around each unit (frame, or pair of frames) of a stream, such as its time.
 
-    ids(moment)  before and behind a unit. Unit 0 begins with the last tokens of the head where units have a sign between
-                 them, so that all are of one length
-    head, tail   without what the units have of them
+    ids(moment)  token ids before and after a unit. Where a mark stands between units, unit 0 takes the last tokens of the
+                 head, so that all units have the same length
+    head, tail   token ids of the prompt before and after the video, without what the units took
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Written:
         return before, after
 
 
-def spoken(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
-    """`features` [n, P, E] of units with the embeddings of the words `around` each; see `StreamModel.spoken`."""
+def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
+    """`features` [n, P, E] of units with the embeddings of the words `around` each; see `StreamModel.unit_embeds`."""
     whole, wide = [], features.shape[2]
     for side in zip(*around, strict=True):
         ids = torch.tensor(side, dtype=torch.long, device=features.device)
@@ -76,8 +76,8 @@ def spoken(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence
 
 
 def spaced(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
-    """Of the video at the columns `mine` [S]: the frames of its longest part in which one frame follows another at the same
-    distance, the tokens of words before each of these, and the columns at which the part begins and ends."""
+    """For the video at columns `mine` [S]: the frames of its longest evenly spaced part, the text tokens before each
+    of them, and the columns at which the part begins and ends."""
     text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
     numbers, sizes = frame[frame >= 0].unique_consecutive(return_counts=True)
     starts = [int((frame == number).nonzero()[0, 0]) for number in numbers]
@@ -138,5 +138,5 @@ class WrittenStream(HFStreamAdapter):
             made |= {} if size == whole else {**one, **self._pixels(frames, size)}
         return {name: x for name, x in made.items() if name != "video_compression_mask"}
 
-    def spoken(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        return spoken(self.words, features, [self._written.ids(moment) for moment in moments])
+    def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+        return unit_embeds(self.words, features, [self._written.ids(moment) for moment in moments])

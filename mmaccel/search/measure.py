@@ -1,5 +1,7 @@
-"""What enters the attention of each layer as a model reads one sample, what a pattern takes and gives there (seconds, and
-how far its output is from dense attention's), and what each head chooses by these figures (MMInference, Algorithm 4).
+"""The measurements of the pattern search (MMInference, Algorithm 4).
+
+A model reads one sample. For each layer the inputs of its attention are caught; for each candidate pattern its seconds and
+the distance of its output from dense attention's are measured; then each head gets its best candidate.
 
 For each head of a layer: in each slot of each boundary type the candidate whose output is nearest to dense attention's,
 over the slot's rows and keys (intra-modality slots, then pairs); then, with those in place, the type whose whole output is
@@ -104,7 +106,7 @@ def present(layout: TokenLayout) -> list[int]:
 
 
 def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
-    """What a table says of its sample: tokens of each modality, frames, and a digest of all that the model is given."""
+    """Facts of a sample for its table: tokens of each modality, frames, and a digest of all inputs."""
     digest = hashlib.sha256()
     for name in sorted(inputs):
         value = inputs[name]
@@ -124,7 +126,8 @@ def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Bench:
-    """One layer at hand; dense outputs are made once for each modality of keys, and kept while the layer is."""
+    """Measures candidates on one layer. Dense outputs are computed once for each modality of keys, and kept while the
+    layer is."""
 
     inside: Inside
     backend: str
@@ -169,7 +172,7 @@ class Bench:
         return relative_error(out[0], self.dense(slot.key)[0], rows), self.kept(plan)
 
     def cost(self, pattern: Mapping[str, Any], target: Mapping[str, Any], repeats: int = 3) -> dict[str, Any]:
-        """What all heads take, and what they take under `target`.
+        """Cost of all heads, and their cost under `target`.
 
         seconds, target_seconds  attention, the least of `repeats` runs that take turns, so that what slows one slows both;
                                  None for no repeats
@@ -220,14 +223,13 @@ def relative_error(out: Tensor, exact: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def brief(value: float) -> float:
-    """Six figures are written down, and what is written is what is compared."""
+    """Round to six significant figures. Tables store rounded figures, and candidates are compared by what is stored."""
     return float(f"{value:.6g}")
 
 
 def timed(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
-    """What `run` gives, and its seconds: on CUDA by the clock, the device waited for; on a CPU those that the process had,
-    which do not grow when others want the processor too.
-    """
+    """Run `run` and return its result and seconds: on CUDA wall-clock time with the device waited for; on a CPU the
+    process's own time, which does not grow when other processes run."""
     if device.type != "cuda":
         begin = time.process_time()
         return run(), time.process_time() - begin
@@ -245,9 +247,11 @@ def scored(
     tolerance: float,
     tick: Tick = lambda: None,
 ) -> list[dict[str, Any]]:
-    """What was measured for each head of the layer at hand: `scores` and `shares` (type -> slot -> a candidate's error, and
-    the share of causal pairs it lists, null for one left out), and, for each type with its best candidates in place, the
-    `errors` of the whole output and the share `kept`.
+    """The measurements of each head of this layer.
+
+    scores, shares  boundary type -> slot -> for each candidate its error, and the share of causal pairs it computes; null
+                    for a candidate that was left out
+    errors, kept    boundary type with its best candidates -> error of the whole output, and the share it computes
     """
     heads: list[dict[str, Any]] = [
         {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.heads)
@@ -330,7 +334,7 @@ def good(errors: Iterable[float]) -> float:
 
 
 def decided(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
-    """What was measured for a head, with what follows from it: the boundary type, the pattern, its score, cost and share.
+    """The measurements of a head with what follows from them: boundary type, pattern, score, cost and share.
 
     The first of equals wins, and no boundary comes first.
     """

@@ -122,7 +122,7 @@ def _keys(inside: Inside, head: int) -> Tensor:
 
 
 def head_picture(inside: Inside, head: int, size: int = 256) -> Figure:
-    """One head: its last tokens one by one, then the whole of it in each order that changes anything."""
+    """Picture of one head: its last tokens one by one, then all tokens in each order that changes anything."""
     length = inside.layout.length
     last = torch.arange(max(0, length - min(size, 192)), length, device=inside.query.device)
     panels = [("the last tokens", weights(inside, head, last, _keys(inside, head))[:, last].cpu())]

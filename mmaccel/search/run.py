@@ -213,7 +213,7 @@ def parts_of(out: Path) -> Path:
 
 
 class Parts(Rows):
-    """What a search has done so far: a row of what it is about, then one of each cost, of time spent, and of each layer."""
+    """Stored progress of a search: a row of its settings, then one for each cost, time and layer."""
 
     @classmethod
     @contextmanager
@@ -258,7 +258,7 @@ class Parts(Rows):
             )
 
     def all(self, key: str) -> list[Any]:
-        """What the rows have under `key`, in order."""
+        """All values under `key` in the rows, in order."""
         return [row[key] for row in self.rows if key in row]
 
     def layers(self) -> dict[int, dict[str, Any]]:
@@ -267,7 +267,7 @@ class Parts(Rows):
 
 
 def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two searches, as a user gives it: the videos first, then the cost, in brackets what was known."""
+    """Name the options in which two searches differ, videos first, then the cost; the stored value stands in brackets."""
     old, new = known.get("sample") or {}, now.get("sample") or {}
     names = [
         f"{option} ({', '.join(old.get(name, ()))})"

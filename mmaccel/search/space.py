@@ -282,7 +282,7 @@ def merged(candidates: Collection[Candidate]) -> list[Candidate]:
 
 
 class Ledger:
-    """What patterns cost, in "seconds" or "pairs", over what the target does; each is measured once."""
+    """Costs of patterns, in "seconds" or "pairs", relative to the target; each is measured once."""
 
     def __init__(self, cost: str, measured: Sequence[Mapping[str, Any]], measure: Measure) -> None:
         self.rows = {key(row["pattern"]): dict(row) for row in measured}
@@ -341,7 +341,7 @@ def levelled(
 
 
 def key(pattern: Mapping[str, Any]) -> str:
-    """One text for one pattern."""
+    """Text that identifies a pattern."""
     return json.dumps(pattern, sort_keys=True)
 
 

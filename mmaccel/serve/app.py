@@ -95,7 +95,7 @@ def _tell_errors(app: FastAPI, seconds: float) -> None:
 
 
 def connections(settings: Settings) -> dict[str, Any]:
-    """What uvicorn is told of connections. A message is not compressed: a small one could be large."""
+    """Connection settings for uvicorn. Messages are not compressed: a small one could expand to a large one."""
     sockets = {
         "ws_max_size": settings.limits.message_bytes,
         "ws_max_queue": 2,

@@ -190,7 +190,7 @@ class Engine:
         deadline: Deadline,
         settings: Settings | None = None,
     ) -> sources.Fetched:
-        """What stands at `url`; a caller has few sources under way, and one that leaves ends its own first."""
+        """Fetch `url`. A caller has few fetches at a time, and a caller that leaves ends its own first."""
         work = partial(sources.fetch, url, kind, folder, settings or self.settings, deadline)
         async with self._fetching[caller]:
             return await ended_with(threaded(work), deadline)

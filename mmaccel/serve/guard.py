@@ -1,4 +1,4 @@
-"""What every request passes: whose page it comes from, who asks, and how much it brings, before anything is read of it."""
+"""Checks of every request before anything is read of it: the page it comes from, its key, and its size."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Client:
         self._request, self._checked = request, time.monotonic()
 
     async def wait(self, work: Awaitable[Done]) -> Done:
-        """What `work` gives. When the client has gone, cancels it and raises `Refused`."""
+        """Result of `work`. When the client has gone, cancels it and raises `Refused`."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -173,14 +173,14 @@ class Guard:
 
 
 def sentence(error: Any) -> tuple[str, str]:
-    """The first fault of a request that fits no schema, in one sentence, and its field."""
+    """The first error of a request that does not fit its schema, as one sentence, and the field that it is in."""
     first = error.errors()[0]
     field = ".".join(str(one) for one in first["loc"] if one != "body") or "the body"
     return f"{field[:100]}: {str(first['msg'])[:200].rstrip('.').lower()}.", field[:100]
 
 
 def said(error: BaseException) -> str:
-    """What a client is told of an error; the log has those that are the server's own."""
+    """The error message for a client; errors of the server itself go to the log."""
     if isinstance(error, ValidationError):
         return sentence(error)[0]
     if isinstance(error, MmaccelError):

@@ -1,4 +1,4 @@
-"""What a request says: the fields of `POST /v1/chat/completions` and of the calls on streams, and their checks."""
+"""The fields of `POST /v1/chat/completions` and of the calls on streams, and their checks."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Message(Strict):
 
 
 class Ours(Strict):
-    """What goes beyond OpenAI's fields.
+    """Fields beyond OpenAI's.
 
     recipe      one of the server's recipes, by name
     fps         frames a second of videos, or `frames` evenly spaced; else what the model's own users take
-    evidence    tell the frames that the answer rests on, where the recipe's memory is one of streams
+    evidence    tell the frames that the answer is based on, where the recipe's memory is one of streams
     thumbnails  with a small picture of each
     """
 
@@ -94,7 +94,7 @@ class Sampling(Strict):
         return not self.temperature
 
     def options(self) -> dict[str, Any]:
-        """As `generate` takes them."""
+        """The options in the form that `generate` takes."""
         if self.greedy:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p or 1.0, "top_k": 0}

@@ -1,4 +1,4 @@
-"""What `/metrics` tells, in Prometheus' form."""
+"""The metrics of `/metrics`, in Prometheus' format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server may do: where it listens, whom it answers, what it reads, and how much of anything."""
+"""Settings of a server: where it listens, whom it answers, what it reads, and its limits."""
 
 from __future__ import annotations
 

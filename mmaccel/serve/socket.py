@@ -106,7 +106,7 @@ async def socket(websocket: WebSocket, number: str) -> None:
 
 
 class Talk:
-    """One socket on one stream."""
+    """A WebSocket connection to one stream."""
 
     def __init__(self, websocket: WebSocket, streams: Streams, stream: Stream) -> None:
         self._socket, self._streams, self._stream = websocket, streams, stream

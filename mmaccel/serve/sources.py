@@ -51,7 +51,7 @@ class Fetched:
 
 
 def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> Fetched:
-    """What stands at `url`, a file of `folder` where it is not one already. Raises `Refused`, `VideoError` or `Ended`."""
+    """Fetch `url` into a file of `folder`, unless it is one already. Raises `Refused`, `VideoError` or `Ended`."""
     scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
     if kind == "image":
         limits = replace(limits, source_bytes=min(limits.source_bytes, limits.image_bytes))

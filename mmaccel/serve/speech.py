@@ -18,7 +18,7 @@ class Cutter:
         self._stops, self.said, self.stopped = stops, "", False
 
     def grown(self, text: str, whole: bool = False) -> str:
-        """What is to be said now that the text so far is `text`; `whole`: it grows no more."""
+        """The next text to send, given all text so far (`text`); `whole`: it is complete."""
         if self.stopped:
             return ""
         cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
@@ -36,7 +36,7 @@ class Cutter:
 
 
 class Speech:
-    """A streamer of transformers' `generate` and, as `ended`, its stopping criterion.
+    """A streamer for transformers' `generate` that turns tokens into text; its `ended` is the stopping criterion.
 
     put  gets pieces of text, in the thread of the call
     """

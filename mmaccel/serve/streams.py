@@ -56,7 +56,7 @@ class Stream:
 
     @asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:
-        """It does not close for want of use."""
+        """Context in which the stream does not close for being idle."""
         self.busy += 1
         try:
             yield
@@ -96,7 +96,8 @@ class Streams:
 
     @contextmanager
     def socket(self, owner: str | None) -> Iterator[None]:
-        """One socket more of `owner` (None: of who shows a key later). Raises `Refused` where there are too many."""
+        """Open another socket of `owner` (None: of a client that shows its key later). Raises `Refused` if there are
+        too many."""
         if self._sockets[owner] >= self.limits.sockets:
             raise Refused(429, "too many sockets are open; close one.", "too_many_sockets")
         self._sockets[owner] += 1
@@ -132,7 +133,7 @@ class Streams:
         return found
 
     async def open(self, asked: SessionRequest, caller: str) -> Stream:
-        """A new stream, or one that goes on from a saved one. Raises `Refused` where there are too many."""
+        """Open a new stream, or continue a saved one. Raises `Refused` if there are too many."""
         engine, kept = self.engine, None
         names = engine.streams()
         if not names:
@@ -316,7 +317,7 @@ async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> 
 
 @router.get("/{number}")
 async def look(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """What the stream holds, and its clusters over time."""
+    """State of the stream, and its clusters over time."""
     return await facts(streams.get(number, asks))
 
 

@@ -126,7 +126,7 @@ def test_ask_writes_a_page_and_so_does_report(call: Call, clip: str, ov: str, tm
     assert [tag for tag, _ in found.tags].count("svg") == 2  # a map of heads for each run
     assert "dense" in found.text["th"] and "a_shape-short" in found.text["th"]
     assert f"{told['kept']:.1%} of the pairs of prefill" in found.text["td"]
-    assert "does not say on which frames" in found.text["p"]
+    assert "does not say which frames" in found.text["p"]
     given = media.read(clip, fps=told["fps"]).frames
     for shown, other, number in zip(found.images, Page(again).images, range(0, 64, 8), strict=True):
         assert max(shown.shape) <= SIDE and (shown - other).abs().mean() < 6

@@ -10,10 +10,11 @@ from mmaccel_lab.eval import self_draft, simulate
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "parallelvlm.md").read_text(encoding="utf-8")
+LOG = (ROOT / "lab" / "LOG.md").read_text(encoding="utf-8")
 
 
 def test_the_table_is_the_simulator_s() -> None:
-    told = PAGE.split("<!-- mmaccel_lab.eval.simulate.table -->\n\n")[1]
+    told = LOG.split("<!-- mmaccel_lab.eval.simulate.table -->\n\n")[1]
     assert told == simulate.markdown(simulate.table([0.6, 0.7, 0.81, 0.9], [3.0, 5.0, 9.0])) + "\n"
 
 

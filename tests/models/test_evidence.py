@@ -1,4 +1,4 @@
-"""What an answer rests on, against planted truth: the first moments told are those that the question is about."""
+"""What an answer is based on, against planted truth: the first moments told are those that the question is about."""
 
 from __future__ import annotations
 

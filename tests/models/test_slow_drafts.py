@@ -1,4 +1,4 @@
-"""A draft that cannot keep up with a stream, or does not pay, rests and is told of; none outlasts its call's deadline."""
+"""A draft that cannot keep up with a stream, or does not pay, pauses and says so; none outlasts its call's deadline."""
 
 from __future__ import annotations
 

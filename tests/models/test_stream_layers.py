@@ -39,7 +39,7 @@ def opened(name: str, kv: Any) -> mmaccel.VideoSession:
     return session
 
 
-def rests(answer: mmaccel.core.decoding.generate.Answer) -> dict[tuple[int, int], float | None]:
+def scores_of(answer: mmaccel.core.decoding.generate.Answer) -> dict[tuple[int, int], float | None]:
     """What part of what reached an answer came from each moment that a layer looked at."""
     return {one.frames: one.score for one in answer.evidence if one.share}
 
@@ -61,7 +61,7 @@ def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pyte
         monkeypatch.setattr(step, "DEVICES", ("cpu",))
         found, again = logits(session), session.ask(QUESTION, 6)
     assert (found - wanted).abs().max() <= 1e-4 and again.ids == said.ids
-    assert len(rests(said)) >= 4 and rests(said) == pytest.approx(rests(again), abs=1e-4)
+    assert len(scores_of(said)) >= 4 and scores_of(said) == pytest.approx(scores_of(again), abs=1e-4)
     # A question, twice, and the words of an answer one by one.
     assert len(passes) >= 3 and max(passes) <= step.WIDTHS[-1] and min(passes) == 1
 
@@ -100,7 +100,7 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(
     half = len(said) // 2
     for (plain, words), (replayed, again) in zip(said[:half], said[half:], strict=True):
         assert (plain - replayed).abs().max() <= 1e-5 and words.ids == again.ids
-        assert rests(words) == pytest.approx(rests(again), abs=1e-5)
+        assert scores_of(words) == pytest.approx(scores_of(again), abs=1e-5)
     assert Replayed.made >= 4
 
 

@@ -1,4 +1,4 @@
-"""A draft on a batch: it rests where turns do not pay, says so, and changes no token either way."""
+"""A draft on a batch: it pauses where turns do not pay, says so, and changes no token either way."""
 
 import copy
 

@@ -62,7 +62,7 @@ def stream(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Questions on long streams: accuracy, and whether the frames they rest on were seen, by memory and budget."""
+    """Questions on long streams: accuracy, and whether the frames they are based on were seen, by memory and budget."""
     from mmaccel_lab.eval.stream import KINDS, Shot, entries, memories_for, shots, worlds_of
     from mmaccel_lab.eval.stream_tables import paired, rows
 

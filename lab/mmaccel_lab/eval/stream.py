@@ -56,7 +56,7 @@ class Shot:
 
     recall  of the frames without which it cannot be answered, the share of layers that saw each, mean over the frames
     alone   of these frames, the share that at least half of the layers saw
-    named   whether one of these frames, or the one beside it, is among the first `NAMED` moments that the answer rests on
+    named   whether one of these frames, or the one beside it, is among the first `NAMED` moments that the answer is based on
             (`Answer.top`); None where the memory does not tell
     seen    frames that a layer saw, mean over the layers: local ones are on top of most budgets. A frame of which a memory
             of tokens keeps one counts whole

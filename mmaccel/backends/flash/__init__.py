@@ -1,4 +1,5 @@
-"""One part of an attention plan through flash-attn 4: block lists as its block tensors, places as its mask."""
+"""Run one part of an attention plan with flash-attn 4: block lists become its block tensors, positions become its
+mask."""
 
 from __future__ import annotations
 

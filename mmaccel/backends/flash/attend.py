@@ -51,7 +51,7 @@ MOST = 1 << 28
 
 
 class Setup(NamedTuple):
-    """What the host knows of a call.
+    """The facts of a call that the host knows.
 
     spans side by side, each from a tile of its own on, or over the same `own` keys as they lie; `in_place`: queries are read
     where they lie; bounds and seen of `near_alone`; sizes: queries and keys that are computed over.
@@ -91,16 +91,16 @@ class Setup(NamedTuple):
 
     @property
     def by_key(self) -> bool:
-        """Whether tests go by keys, and not by positions."""
+        """Whether blocks are masked by key index instead of by position."""
         return all(span.keys is not None for span in self.spans)
 
     @property
     def lists(self) -> list[BlockLists]:
-        """The lists of all spans."""
+        """Block lists of all spans."""
         return [span.of.lists for span in self.spans]
 
     def tests(self, blocks: tuple[int, int]) -> list[Tensor]:
-        """What the mask takes of tensors."""
+        """The tensors that the mask reads."""
         if self.bounds is not None:
             return []
         return (key_runs if self.by_key else position_runs)(self.spans, self.tiles, blocks)
@@ -184,7 +184,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int) -> None:
-    """Raise for what is not served."""
+    """Raise an error if this backend does not support the call."""
     size = query.shape[-1]
     plain = all(span.lists.index is None for span in part.spans)
     if query.dtype not in (torch.float16, torch.bfloat16):

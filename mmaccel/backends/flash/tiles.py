@@ -39,7 +39,7 @@ class Tiles:
 
 
 class Span(NamedTuple):
-    """One span as a tested tile knows it: its first key is key `begin` of the keys that are computed over."""
+    """One span inside a tile that is masked: its first key is key `begin` of the keys that are computed over."""
 
     of: KeySpan
     begin: int
@@ -57,7 +57,7 @@ def lengthened(t: Tensor, tile: int, value: int) -> Tensor:
 
 
 def side_by_side(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
-    """Tensors that differ in `dim`, and in which of the others are 1, one after another in `dim`."""
+    """Concatenate tensors along `dim`, after broadcasting their other dimensions of size 1."""
     if len(tensors) == 1:
         return tensors[0]
     shape = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
@@ -66,10 +66,10 @@ def side_by_side(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
 
 
 def key_bounds(part: Part) -> tuple[int, ...] | None:
-    """What the mask `banded` takes of a part whose queries and keys are in their order, three numbers for each span:
-    of query i the first key that it sees is key i + the first, or 0, and the last is the one before key i + the second, or
-    before the third, which is how many there are. None where that is not known, or a list may lack a block
-    that this reaches."""
+    """Arguments of the mask `banded` for a part whose queries and keys are in order: (low, high, count) for each span.
+
+    Query i sees keys max(0, i + low) up to, but not including, min(i + high, count). None if that is not known, or if a
+    list may lack a block inside this band."""
     found: list[int] = []
     for span in part.spans:
         in_order = part.ordered is not None and span.ordered is not None and span.ranks
@@ -110,9 +110,9 @@ def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> li
 
 
 def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """What the mask `within` takes of any spans, all int64 where a position is: [b, h, N] the position of each key; then
-    for each span, [b, h, 4, P], of each query the first position that it sees, how many from there on, the first key that
-    the span lists for it, and how many from there on."""
+    """Tensors for the mask `within` of any spans, int64 where they are positions: [b, h, N] the position of each key;
+    then for each span [b, h, 4, P]: for each query the first position that it sees and how many follow, and the
+    first key that the span lists for it and how many follow."""
     wide = any(t.dtype == torch.int64 for span in spans for t in (span.of.q_pos, span.of.k_pos))
     dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]

@@ -1,4 +1,5 @@
-"""What a query sees of a tested tile, by runs of keys or of places, in the language of flash-attn 4's kernels.
+"""Masks of flash-attn 4's kernels (in its own language): which keys of a tile a query sees, as runs of keys or of
+positions.
 
 What is read of a query is read once for all keys of a tile; what is read of a key stays in registers for as long.
 """

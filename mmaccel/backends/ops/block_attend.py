@@ -118,7 +118,7 @@ class BlockLists:
         return found.scatter_(-1, block, own)[..., :-1]
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """offset [b, h, M + 1], block and kind of each entry: the lists one after another. Reads their sizes on the host."""
+        """Concatenate the lists: offset [b, h, M + 1], and block and kind of each entry. Synchronizes with the device."""
         b, h, m = self._lead()
         n = self.kind.shape[-1]
         begin, count, head, tail, shift = self.row.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)

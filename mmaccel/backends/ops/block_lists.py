@@ -1,5 +1,5 @@
-"""Lists of key blocks: which blocks a range of places reaches, how many pairs they hold, and how those of many parts are put
-together: what a plan of unlike heads is made of, in two launches."""
+"""Lists of key blocks: which blocks a range of positions reaches, how many pairs they hold, and how lists of many
+parts are merged into one plan in two launches."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def runs_flash_4(device: torch.device) -> bool:
 
 
 def older_flash(device: torch.device) -> FlashAttn | None:
-    """What serves `device` of 3 and 2; None where neither is installed for it, or flash-attn 4 serves it."""
+    """The version of flash-attn, 3 or 2, that serves `device`; None if neither is installed, or flash-attn 4 serves it."""
     if runs_flash_4(device):
         return None
     for release in (3, 2):

@@ -1,5 +1,5 @@
-"""What a transformer layer computes beside the attention of a prompt: what it does to each row alone, and all of a decode
-step, a few new rows over a cache of fixed size.
+"""The parts of a transformer layer other than prompt attention: operations on single rows, and a whole decode step, a
+few new rows over a cache of fixed size.
 
 In PyTorch a norm reads and writes its rows some seven times over, in full precision; here all that is done to a row alone is
 one read and one write of memory each. It rounds where the modules of transformers round, so that its results are theirs.
@@ -47,7 +47,8 @@ def silu_times_(gate: Tensor, up: Tensor) -> None:
 
 @operator("pointwise", serves=fusible, mutates=("x",), fake=lambda: None)
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """x [B, H, n, D], in place: turned by cos and sin [B or 1, n, D], the halves of a head paired (RoPE, arXiv 2104.09864).
+    """Rotate x [B, H, n, D] in place by cos and sin [B or 1, n, D]; the halves of a head are paired (RoPE, arXiv
+    2104.09864).
 
     Angles in the type of x round each product, as decoder layers do; angles in float32 round x once, as vision towers do.
     """
@@ -119,8 +120,8 @@ def rope_rows(
     """Rotate new queries and keys (RoPE), and write keys and values to their cache columns; gives queries [B, H, n, D].
 
     rows [B, n, (H + 2 G) * D]: the heads of the queries, of the keys, of the values. cos and sin [B, S, D]: the angles
-    of each place. places, columns [B, n] long: where each row stands, and where it is written. key and value [B, G,
-    capacity, D], the last dimension dense.
+    of each position. places, columns [B, n] long: the position of each row, and the cache column it is written to. key
+    and value [B, G, capacity, D], the last dimension dense.
     """
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]

@@ -53,7 +53,7 @@ def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width
 def line_sums(
     query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, total: Tensor | None, width: int, pooled: bool
 ) -> tuple[Tensor, Tensor]:
-    """[B, h, n] float32, twice: the weight of each column, and of each diagonal (query place minus key place)."""
+    """Weights of columns and of diagonals (query position minus key position), two tensors [B, h, n] float32."""
     columns = query.new_empty(*_heads(query, key, pooled), width, dtype=torch.float32)
     return columns, torch.empty_like(columns)
 
@@ -71,12 +71,12 @@ def class_phases(
     score: str,
     rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """line and shift [B, h, 1] long: the class of the heaviest columns and the phase of the heaviest slashes, under `score`.
+    """Choose the class of columns and the phase of slashes with the highest `score`: line and shift, each [B, h, 1] long.
 
-    pairing: order [B, n] int32, the places by class, ascending in each; start [B, C + 1] int32, where each class begins in
-    it, and the last ends; own [B, L] int32, the class of the key at each query's place; members [B, C or more] float32, how
-    many pairs of a query and a key before it have a phase; stride [B] long, how many classes and phases there are.
-    spread [B, h, L] float32, with `rows`: the entropy of the weights of each query; empty otherwise.
+    pairing  order [B, n] int32: positions sorted by class; start [B, C + 1] int32: where each class begins in `order`;
+             own [B, L] int32: the class of the key at each query's position; members [B, C or more] float32: how many
+             pairs of a query and an earlier key have each phase; stride [B] long: the number of classes and of phases
+    rows     whether to return spread [B, h, L] float32 too, the entropy of each query's weights; it is empty otherwise
     """
     shape = _heads(query, key, pooled)
     line = query.new_empty(*shape, 1, dtype=torch.int64)

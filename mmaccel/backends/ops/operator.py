@@ -47,7 +47,7 @@ _NVIDIA = "it needs an NVIDIA GPU"
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row of the table.
+    """One GPU architecture: which kernels and backends run on it.
 
     name      as compilers write it
     devices   well-known GPUs of it
@@ -71,7 +71,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a device has for the programs of a launch.
+    """Resources of a device for the programs of a launch.
 
     shared, resident  as `Architecture` has them, but of the device itself
     columns           as `Architecture` has them
@@ -86,8 +86,8 @@ class Resources:
     memory: int
 
     def stages(self, most: int, each: int, beside: int = 0) -> int:
-        """How many stages of a pipelined loop, up to `most`, a program has shared memory for: one is in registers, every
-        other takes `each` bytes, and the program takes `beside` bytes all the time."""
+        """Number of pipeline stages, at most `most`, that fit shared memory: one is in registers, every other takes `each`
+        bytes, and the rest of the program takes `beside` bytes."""
         return max(1, min(most, 1 + (self.shared - beside) // each))
 
 
@@ -156,7 +156,7 @@ def why_not(kernels: str, device: torch.device) -> str | None:
 
 @functools.cache
 def resources(device: torch.device) -> Resources:
-    """What `device` has: its own figures, and those of its row where PyTorch does not tell them."""
+    """Resources of `device`: what PyTorch reports, and what the table says where PyTorch reports nothing."""
     if device.type != "cuda":
         return INTERPRETED
     here, row = torch.cuda.get_device_properties(device), row_of(device)

@@ -1,4 +1,5 @@
-"""One part of an attention plan in Triton: gathered inside the kernel, one softmax over all spans, long rows split."""
+"""Run one part of an attention plan in Triton. Rows and keys are gathered inside the kernel, all spans share one softmax,
+and long rows are split."""
 
 from __future__ import annotations
 

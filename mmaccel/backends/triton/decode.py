@@ -13,7 +13,7 @@ numbers that are turned with each other, so that it needs no other. By itself th
 takes as long as 10 MB of weights.
 
 On an H200 a step of a 7B model after 25 088 columns takes 4.05 ms so, 1.12 of what reading weights and cache takes. What was
-tried beside is in docs/speed.md and slower: larger tiles, the norm in every program, cuBLAS, kernels that begin before the
+tried beside is in lab/LOG.md and slower: larger tiles, the norm in every program, cuBLAS, kernels that begin before the
 last one ends, one launch for all between two layers' attention.
 """
 
@@ -302,7 +302,7 @@ def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """What a program makes at a time: outputs, inputs, rows; and how many steps of its loop are under way."""
+    """Tile of a decode kernel: outputs, inputs and rows of a program, and pipeline stages of its loop."""
 
     outputs: int
     inputs: int
@@ -451,7 +451,7 @@ def rope_kernel(
     rows, cos, sin, places, columns, query, key, value, n, count, key_lines, value_lines,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One head of one new row: a query or a key is turned, and keys and values go to their column of the cache."""
+    """Rotate one head of one new row if it is a query or a key, and write keys and values to their cache column."""
     head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = b.to(tl.int64)
     d = tl.arange(0, BLOCK_D)

@@ -1,4 +1,5 @@
-"""What launches pass to kernels of tensors and of tuples, so that a prompt of another length compiles nothing.
+"""Arguments of kernel launches, in a form that Triton does not specialize on, so that another prompt length compiles
+nothing.
 
 Triton compiles a kernel apart for an integer that is one, or a multiple of 16. An argument can be excepted by its name, the
 entries of a tuple cannot: they are passed as odd numbers, of which none is one.
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 def encode_ints(numbers: Iterable[int]) -> tuple[int, ...]:
-    """What is passed for `numbers` in a tuple."""
+    """Encode `numbers` so that a kernel can take them in a tuple."""
     return tuple(4 * number + 3 for number in numbers)
 
 

@@ -19,7 +19,7 @@ WORDS = 4096  # elements that a program of `silu_times_kernel` looks at
 
 @triton.jit(do_not_specialize=["eps"])
 def rms_norm_kernel(X, WEIGHT, OUT, eps, E: tl.constexpr, BLOCK: tl.constexpr):
-    """One row."""
+    """RMSNorm of one row."""
     row = tl.program_id(0).to(tl.int64) * E
     e = tl.arange(0, BLOCK)
     inside = e < E
@@ -46,7 +46,7 @@ def rotate_kernel(
     X, COS, SIN, n, x_b, x_h, x_s, angle_b, angle_s,
     H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token of one sequence: its H heads, of which each has two halves."""
+    """Rotate the H heads of one token of one sequence (RoPE)."""
     b, s = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     d, h = tl.arange(0, BLOCK), tl.arange(0, HEADS)
     kind = X.dtype.element_ty

@@ -25,7 +25,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)
 
 PROGRAMS = 32
 """Programs that gather units. The wire is full with a few hundred kilobytes under way; more would take the device from the
-layer that computes while the next one's units arrive: see "Host memory and streams" in docs/speed.md."""
+layer that computes while the next one's units arrive: see "Host memory and streams" in lab/LOG.md."""
 
 # Words that such a program has under way at once: of up to eight bytes, whatever the type of what is gathered.
 UNDER_WAY = 4096

@@ -96,7 +96,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a draft is told at the start: the raw model inputs (ids, pixels, grids), the ids [1, S], the sampling in force.
+    """Input of a draft: the raw model inputs (ids, pixels, grids), the ids [1, S], and the sampling in force.
 
     `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
     ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream` is what `watch`
@@ -125,7 +125,7 @@ class DraftState(ABC):
         """Called once, before the target's prefill."""
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
-        """What chooses the columns that the draft reads, `given` or none (it reads all of them); asked after `begin`."""
+        """The pruner of the columns that the draft reads, `given` or None (it reads all). Called after `begin`."""
         return given
 
     def keep(self, columns: Tensor) -> None:
@@ -134,7 +134,7 @@ class DraftState(ABC):
         raise DraftError(f"{type(self).__name__} cannot prune what its draft sees; leave prune out.")
 
     def probe(self) -> Probe | None:
-        """What reads the target's prefill of this sequence; asked after `begin`. None: the draft reads nothing of it."""
+        """The probe that reads the target's prefill of this sequence for the draft, or None. Called after `begin`."""
         return None
 
     @abstractmethod
@@ -151,7 +151,7 @@ class DraftState(ABC):
         """`committed` [m] new tokens of the sequence; the first `kept` of them stood in the last proposal."""
 
     def leave(self) -> Any:
-        """What the next turn may go on from (`Prompt.left`), asked before `close`, which leaves it alone; None: nothing."""
+        """State that the next turn's draft may continue from (`Prompt.left`), or None. Called before `close`."""
         return None
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     @property
     def pruner(self) -> TokenPruner | None:
-        """What chooses the columns of the prompt that the draft sees; None: it sees all, or chooses by itself."""
+        """The pruner that chooses the columns of the prompt for the draft; None if it sees all, or chooses by itself."""
         return None
 
     def check(self, target: ModelView) -> None:
@@ -355,7 +355,7 @@ def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, 
 
 
 JUDGED_S = 1.5e-4
-"""Seconds that a compiled `judge` saves on CUDA (docs/speed.md). All it computes is by element: its bits are the same."""
+"""Seconds that a compiled `judge` saves on CUDA (lab/LOG.md). All it computes is by element: its bits are the same."""
 _judged = Compiled(judge, warmup_s=2.4)
 
 
@@ -375,7 +375,7 @@ def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tens
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One index [1] long of the weights `p` [V], on the device of `p` whatever the generator's."""
+    """Draw one index [1] long with the weights `p` [V], on the device of `p` whatever the generator's."""
     if generator is None or generator.device == p.device:
         return torch.multinomial(p, 1, generator=generator)
     return torch.multinomial(p.to(generator.device), 1, generator=generator).to(p.device)

@@ -277,7 +277,7 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Frames an answer rests on: one unit of the stream.
+    """Frames an answer is based on: one unit of the stream.
 
     frames    first and last frame, numbered from the start of the stream
     seconds   when the first was shown
@@ -297,7 +297,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said of a stream, and what it took.
+    """An answer about a stream: its text, why it ended, its times, and the frames it is based on.
 
     `ttft_s` seconds from the question to its first token on the host; `tokens_per_s` of the tokens after it, or None when
     there was none; `evidence` in order of time; `counters` those of the memory and of the draft. The memory's are of the

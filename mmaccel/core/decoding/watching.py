@@ -17,8 +17,8 @@ from mmaccel.core.prefill.prune import Stage, TokenPruner
 
 @dataclass(frozen=True, eq=False)
 class Watching:
-    """What a draft is told of the session whose frames it is to watch: its processor, memory and `chunk`; and, in another
-    process, the `prune` of its own."""
+    """What a draft needs of the session whose frames it is to watch: its processor, memory and `chunk`; in another
+    process also its own `prune`."""
 
     processor: Any
     kv: StreamPolicy
@@ -28,7 +28,7 @@ class Watching:
 
 @dataclass(frozen=True, eq=False)
 class Heard:
-    """What a target's question paid to the tokens of units, for a draft's pruner, of whose `stage` it is.
+    """Attention of the target's question to the tokens of frames, for a draft's pruner with this `stage`.
 
     unit    P, tokens of a unit of the target
     tokens  [n] long, ascending: what a layer saw; the unit's number, as all models of a pace count them, times P, plus the
@@ -66,7 +66,7 @@ class DraftStream(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """What `back` needs; one is in use at a time."""
+        """State for `back` to return to; one is in use at a time."""
 
     @abstractmethod
     def back(self, mark: Any) -> None:

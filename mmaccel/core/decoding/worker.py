@@ -51,7 +51,8 @@ class Message(NamedTuple):
 
 
 class Wire:
-    """One end of the socket. Raises `DraftError` when the other end is gone or says what is no message.
+    """One end of the connection between two processes. Raises `DraftError` when the other end is gone or sends what is
+    no message.
 
     silence_s  the longest a message may take to leave, however little the other end takes; None: however long
     begun      since when half a message has been there, by `time.monotonic`; None: none is
@@ -357,7 +358,7 @@ def inbox(wire: Wire) -> Iterator[Message]:
 
 
 def main() -> None:
-    """What the second process does: find its service and run it, and be gone when its parent is."""
+    """Main function of the second process: find its service, run it, and end when the parent ends."""
     fd, lasting, service, options = sys.argv[1:5]
     parent = os.getppid()
     if lasting == "1":

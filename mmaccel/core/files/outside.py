@@ -95,7 +95,7 @@ def read_json(
     most: int = JSON_BYTES,
     fix: str = "give a file",
 ) -> Any:
-    """What a JSON file holds."""
+    """Read a JSON file."""
     text = read_text(path, what, failure, most=most, fix=fix)
     # Commas and brackets bound the number of values before any of them takes memory.
     containers = text.count("[") + text.count("{")
@@ -122,7 +122,7 @@ def read_json(
 
 
 def read_yaml(text: str, what: str, failure: Failure = RecipeError) -> Any:
-    """What a YAML text holds; no key is given twice, and no tag makes anything but plain values."""
+    """Parse YAML into plain values; a key that is given twice is an error, and tags make no objects."""
     try:
         return yaml.load(text, _Limited)
     except yaml.YAMLError as error:

@@ -21,7 +21,8 @@ def grow_buffer(
     share: float | None = None,
     pinned: bool = False,
 ) -> Tensor:
-    """`buffer` itself if it has `length` places along `axis`, else a larger copy of its first `used` places (None: all).
+    """Return `buffer` if it has room for `length` along `axis`, else a larger copy of its first `used` entries (None:
+    all).
 
     like    gives shape, type and device where there is no buffer yet
     fill    the value of the new places; None leaves them uninitialised

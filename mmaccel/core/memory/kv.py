@@ -21,7 +21,7 @@ from mmaccel.core.registry import Policy, refuse_former_names
 
 @dataclass(frozen=True, eq=False)
 class KVView:
-    """What the queries of one layer see.
+    """The keys and values that the queries of one layer see.
 
     key, value [B, G, N, D]; `column` [N] long, the sequence column of each key, or None when key n is column n.
     `sinks` and `window` (None: no limit) restrict each query further: it sees keys of the first `sinks` columns and those
@@ -59,14 +59,15 @@ class KVState(ABC):
 
     @abstractmethod
     def view(self, layer: int, query: Tensor) -> KVView:
-        """What `query` [B, H, n, D], the last `n` appended columns, sees at this layer; it includes those columns."""
+        """The keys and values that `query` [B, H, n, D], the last `n` appended columns, sees at this layer, those
+        columns included."""
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
         """Told the hidden state [B, n, E] entering `layer`; a memory elsewhere starts to fetch for the next layer."""
 
     @abstractmethod
     def accept(self, keep: int | Tensor) -> None:
-        """Of the columns last appended keep the first `keep`, or those at the given indices (a tree's path)."""
+        """Keep of the columns last appended the first `keep`, or those at the given indices (a tree's path)."""
 
     @abstractmethod
     def length(self) -> int:
@@ -153,7 +154,7 @@ class KVPolicy(Policy, ABC, kind="kv"):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stream:
-    """What a memory is told of its stream when it is opened.
+    """Facts of a stream that its memory gets when it is opened.
 
     A stream is: head tokens (the prompt before the video) | units, numbered from 0 | the tokens of a question. A *unit* is
     what the model takes as one step of time, a frame or a temporal patch of `pace` frames.
@@ -180,7 +181,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamPass:
-    """What the next pass through the layers is.
+    """What kind of pass runs next through the layers, and on how many frames and rows.
 
     kind     "head": the prompt before the video, once. "units": new units of the stream. "proxy": the prompt's own words
              after a question, run after each pass of units for a memory that needs "proxy", and forgotten. "question": all
@@ -216,8 +217,8 @@ class StreamPass:
 
 @dataclass(frozen=True)
 class Seen:
-    """How an answer rests on one unit: the share of layers that looked at it (retrieved or in the local window), the share
-    that retrieved it, and of all that reached the answer from units this one's part (`Evidence`); None: not known."""
+    """How much an answer is based on one unit: the share of layers that attended to it (retrieved or in the local window),
+    the share that retrieved it, and its part of all that reached the answer from units (`Evidence`); None: not known."""
 
     share: float
     retrieved: float
@@ -270,17 +271,19 @@ class StreamState(KVState):
 
     @abstractmethod
     def checkpoint(self) -> Any:
-        """What `restore` needs to come back to this moment; cheap, for it is taken before every clip. One is in use at a
-        time, never inside a turn."""
+        """State for `restore` to return to. It is cheap, because it is taken before every clip. One is in use at a
+        time, never inside a question."""
 
     @abstractmethod
     def restore(self, mark: Any) -> None:
         """Be as at the moment of `checkpoint`, whatever came after it, a broken pass included."""
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        """The memory as it is now, for one question, which runs in its `question_scope` while units go on coming to this
-        memory; no answer knows of them. `stream` is the question's; `pause` lets units come while `evidence` is worked out.
-        One is in use at a time. None: units wait until an answer has ended."""
+        """Return the memory as it is now, for one question, or None if frames have to wait until an answer has ended.
+
+        The question runs in the `question_scope` of the snapshot. Frames that arrive meanwhile go to this memory; the answer
+        does not see them. `stream` is the question's; `pause` lets frames come while `evidence` is computed. One snapshot is
+        in use at a time."""
         return None
 
     def between(self, first: int, end: int) -> None:
@@ -290,8 +293,8 @@ class StreamState(KVState):
     """Whether units may also come while the question of a snapshot is between two layers."""
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        """What `view` shows to a question or an answer, for callers that turn the rows and write them themselves: in place
-        of `view`, if this is not None."""
+        """In place of `view`, for callers that rotate and write the rows of a question or an answer themselves: the
+        slot to write to, or None if `view` has to be used."""
         return None
 
     def all_write_slot(self) -> list[CacheSlot] | None:
@@ -316,7 +319,7 @@ class StreamState(KVState):
         ingestion ends."""
 
     def evidence(self) -> dict[int, Seen]:
-        """What the last question looked at: number of a unit -> how."""
+        """Units that the last question attended to, and how: number of a unit -> `Seen`."""
         return {}
 
     def summaries(self, layer: int) -> int:
@@ -325,8 +328,8 @@ class StreamState(KVState):
         return 0
 
     def seen(self, layer: int) -> Tensor | None:
-        """[m] long: of which tokens of the stream (number of the unit times P, plus the place in it) the columns in the view
-        of `layer` are, from the first behind head and `summaries` on, while a question runs; None: not known."""
+        """While a question runs: the stream tokens [m] long behind the columns that `layer` sees, without head and
+        `summaries`. A token's number is the number of its unit times P, plus its index in the unit. None: not known."""
         return None
 
     def seen_only(self, layer: int, columns: Tensor) -> None:

@@ -81,7 +81,7 @@ class PrunedKVState(KVState):
         return torch.cat([kept, torch.arange(self.prompt, length, device=kept.device)])
 
     def thinned(self, part: int, layout: TokenLayout) -> TokenLayout:
-        """What `part` holds of a layout of the whole sequence so far."""
+        """The part of a whole sequence's layout that `part` still holds."""
         held = self.held_by(part, layout.length)
         return layout if held is None else thin(layout, held)
 
@@ -144,7 +144,7 @@ class PrunedKVState(KVState):
         return 0 if kept is None else self.prompt - kept.numel()
 
     def renumbers(self, layer: int) -> bool:
-        """Whether the columns that `layer` holds stand at the places 0, 1, 2, ..."""
+        """Whether the columns that `layer` holds have the positions 0, 1, 2, ..."""
         return self.pruner.compact and self.kept[self._owner[layer]] is not None
 
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:

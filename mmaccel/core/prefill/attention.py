@@ -1,4 +1,5 @@
-"""One attention layer of a forward pass: what the memory shows, the pattern lists, a backend computes, and is counted.
+"""One attention layer of a forward pass: the memory gives a view, the pattern a plan, a backend computes it, the meter
+counts.
 
 An `AttentionConfig` is decided once, when a recipe is attached or a session opened; a `ForwardPass` is one pass of the
 language model over new columns, of a call or of a stream.
@@ -36,7 +37,7 @@ ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""
 PLANNER_S, SAVED = 32.0, 0.5
 """Seconds that inductor takes to compile a plan, and the share of a plan's time that it saves, as measured of the plan of
-block_topk (docs/speed.md)."""
+block_topk (lab/LOG.md)."""
 MIN_ROWS = 64
 """A shorter prompt, or last piece of one, is dense."""
 BIASED = "sparse: {} planned no pass whose memory adds a bias to the scores of its keys; these are dense"
@@ -44,7 +45,7 @@ BIASED = "sparse: {} planned no pass whose memory adds a bias to the scores of i
 
 @dataclass(eq=False)
 class AttentionConfig:
-    """What every attention layer follows.
+    """The recipe's choices that every attention layer follows.
 
     kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run
     windows  the same for windows of streams where the recipe is sparse (else it is `kernel`); None: masks are written out
@@ -95,9 +96,9 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Note:
-    """What travels from the multimodal model to the text model beside its arguments: the layout of the new columns, and
-    whether they are tokens to verify rather than a prompt, and of which tree; and who reads what the layers compute. `mask`
-    where it travels here alone, and images that see themselves whole."""
+    """Facts that the multimodal model passes to the text model beside its arguments: the layout of the new columns,
+    whether they are tokens to verify and of which tree, and the probes. Also `mask`, and images that see themselves
+    whole."""
 
     layout: TokenLayout | None = None
     mask: Tensor | None = None
@@ -227,7 +228,7 @@ class ForwardPass(PrefillPass):
 
     @cached_property
     def queries(self) -> TokenLayout:
-        """The layout of the new columns, one for all layers: what is derived of it is derived once."""
+        """Layout of the new columns. All layers share it, so that values derived from it are computed once."""
         return self.layout.take(slice(self.start, None))
 
     def part(self, begin: int, end: int) -> ForwardPass:

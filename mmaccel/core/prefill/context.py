@@ -158,7 +158,7 @@ class SharedState(KVState):
             self.pieces.append(self.coming)
 
     def view(self, layer: int, query: Tensor) -> KVView:
-        """The columns that this process holds."""
+        """The cache columns that this process holds."""
         return self.memory.view(layer, query)
 
     def whole(self, layer: int, query: Tensor) -> KVView:
@@ -214,7 +214,7 @@ class SharedPass(ForwardPass):
     sizes: Sizes | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """As of a `ForwardPass`, of this process's rows."""
+        """Attention of one layer, as `ForwardPass.attend`, for the rows that this process holds."""
         context, state = self.context, self.state
         assert context is not None and isinstance(state, SharedState)
         if self.sizes is None:
@@ -304,7 +304,7 @@ def _attended(
 
 
 def share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
-    """Of `plan` the listed blocks that process `rank` of `size` computes; made once, and nothing is read on the host.
+    """The listed blocks of `plan` that process `rank` of `size` computes; made once, without a read on the host.
 
     The lists of a head stand one after another, and each process takes one contiguous run of them. The runs of any two
     processes differ by at most one block in all (by one for each head where heads share lists).

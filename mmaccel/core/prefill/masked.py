@@ -33,7 +33,7 @@ class Images:
     layers: frozenset[int]
 
     def of(self, layer: int, start: int, layout: TokenLayout) -> NewImages | None:
-        """Those among the columns of `layout` from `start` on that see themselves in `layer`; None: there is none."""
+        """The columns of `layout` from `start` on that see themselves in `layer`; None if there are none."""
         if layer not in self.layers:
             return None
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)
@@ -48,7 +48,7 @@ class Images:
         return end
 
     def alone(self, sequence: int, begin: int, end: int) -> Images:
-        """Those in columns ``begin .. end`` of one sequence of a batch, which are counted from `begin` on."""
+        """The columns ``begin .. end`` of one sequence of a batch, counted from `begin` on."""
         inside = (one for one in self.spans if one[0] == sequence and begin <= one[1] and one[2] <= end)
         own = ((0, b - begin, past - begin) for _, b, past in inside)
         return replace(self, spans=tuple(own))

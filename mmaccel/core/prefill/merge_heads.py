@@ -1,4 +1,4 @@
-"""One plan out of several, each for some of the heads: heads of different patterns go through few operator calls."""
+"""Merge plans of heads with different patterns into one, so that they need few operator calls."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def merge_plans(
 
 
 def joined(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) -> Part:
-    """One part of all `parts` of a merge group, each for all `heads` heads, so that one launch computes them.
+    """Merge all `parts` of a group into one part for all `heads` heads, so that one launch computes them.
 
     `blocks` are the tokens of a block of queries and of keys.
     """

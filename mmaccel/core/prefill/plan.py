@@ -44,7 +44,7 @@ def numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class HeadRun(NamedTuple):
-    """Some heads of adjacent key/value groups, as many of each group: an attention with fewer heads, keys uncopied."""
+    """Equally many query heads of each of several adjacent key/value groups: their keys are a slice, not a copy."""
 
     heads: tuple[int, ...]
     groups: slice

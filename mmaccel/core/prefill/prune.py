@@ -32,7 +32,7 @@ vision_key        [S, D]: its key there, a mean over heads; 0 elsewhere
 
 
 class Signals(dict[str, Tensor]):
-    """The signals of one cut; raises an error in one sentence for a signal that was not declared."""
+    """The signals that a pruner reads at one layer; reading one that it did not declare raises an error."""
 
     def __missing__(self, name: str) -> Tensor:
         raise RecipeError(
@@ -45,7 +45,7 @@ NO_COLUMNS = TokenLayout.text(1, 0)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrefillPass:
-    """What a `Probe` reads of a pass over new columns ``start .. start + n`` of a batch.
+    """The values of a pass over new columns ``start .. start + n`` of a batch that a `Probe` reads.
 
     layout  every column up to the last new one; of a stream none
     state   the memory; None: the caller hands over all keys
@@ -69,12 +69,12 @@ class Probe:
     def attending(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
-        """What enters the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
+        """Inputs of the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One cut of a prompt.
+    """One place at which a pruner drops tokens of a prompt.
 
     layer      decoder layers that have run before it; 0 is before the language model
     hidden     the states it reads, each by the number of layers run before it, at most `layer`
@@ -95,7 +95,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What a cut leaves: columns [n], ascending, and the states [n, E] they go on with, or None: their own."""
+    """Result of a cut: the kept columns [n], ascending, and their new states [n, E], or None if these are unchanged."""
 
     columns: Tensor
     states: Tensor | None = None
@@ -208,7 +208,7 @@ class ScorePruner(QuotaPruner):
 
     @abstractmethod
     def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
-        """[m]: the worth of the candidates, which stand in columns `at` [m] of `layout`."""
+        """Scores [m] of the candidate tokens in columns `at` [m] of `layout`; the highest are kept."""
 
     def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         told = signals.get("score")  # [S]: of a stream (`core.streams.listening`)
@@ -306,7 +306,7 @@ def _may_go(layout: TokenLayout) -> Tensor:
 
 
 def frames(layout: TokenLayout) -> list[Tensor]:
-    """The candidates of each frame, in order; an image is a frame, and its finer tiles together are one more."""
+    """Indices of the candidate tokens of each frame, in order. An image counts as a frame, and all its tiles as another."""
     at = candidates(layout)
     number = torch.stack([layout.segment[0, at], layout.frame[0, at]])
     sizes = torch.unique_consecutive(number, return_counts=True, dim=1)[1]
@@ -369,7 +369,7 @@ def _text(layout: TokenLayout) -> tuple[Tensor, Tensor]:
 
 
 def best(score: Tensor, count: int) -> Tensor:
-    """[count] ascending: the places of the largest scores; of equal ones the first, on every device."""
+    """Indices [count] of the largest scores, ascending. Of equal scores the first counts, on every device."""
     return score.float().sort(descending=True, stable=True).indices[:count].sort().values
 
 

@@ -99,7 +99,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     def plan_of(
         self, run: HeadRun, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        """As `plan`, of the heads `run` of query [B, H, n_query, D] and key [B, G, n_key, D], the tensors of the layer.
+        """Like `plan`, for the heads `run` of query [B, H, n_query, D] and key [B, G, n_key, D], the layer's tensors.
 
         A pattern that looks at few rows of the queries need not have those of some heads copied.
         """
@@ -108,12 +108,12 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     def plan_layer(
         self, query: Tensor, key: Tensor, value: Tensor | None, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        """As `plan`, for whoever has the values [B, G, n_key, D] too: they go to a pattern that reads them."""
+        """Like `plan`, with the values [B, G, n_key, D] too, for a pattern that reads them."""
         more = {} if value is None or not self.reads_values else {"value": value}
         return self.plan(query, key, q_layout, k_layout, **more)
 
     def bind(self, model: ModelView) -> SparsePattern:
-        """This pattern as it serves `model`, asked once when a recipe is attached; `RecipeError` where it cannot."""
+        """Return this pattern adapted to `model`; called once, at attaching. Raises `RecipeError` if it cannot."""
         return self
 
     @property
@@ -234,7 +234,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What computes windows of many rows without a mask, where there is something better than masks."""
+    """The kernel that computes windows of many rows without a mask, or None where masks are as good."""
     if dtype not in (torch.float16, torch.bfloat16):
         return None
     try:

@@ -159,11 +159,11 @@ def asked(
     if info.pending is not None:
         unit = adapter.features(filled(info.pending, adapter.pace), info.size)[0]
         at = [len(info.times) - info.pending.shape[0]]
-        parts.insert(0, adapter.spoken(unit, info.moments(adapter.pace, at))[0])
+        parts.insert(0, adapter.unit_embeds(unit, info.moments(adapter.pace, at))[0])
         check()
     if waiting is not None:
         at = [sum(info.spans[-1]) if info.spans else 0]
-        parts.insert(0, adapter.spoken(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
+        parts.insert(0, adapter.unit_embeds(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
     given = adapter, live.run_pass, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(
@@ -189,7 +189,7 @@ def _picked(
     meter: Meter,
     running: RunningStates | None,
 ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
-    """A memory of the frames that a memory of frames picks, and what the answer rests on."""
+    """A memory of the frames that a memory of frames picks, and what the answer is based on."""
     fresh, picked = state.fresh(), state.pick(getattr(live.around, "paid", {}))
     live.around.cut(0)
     live.run_head(fresh, running=running)
@@ -258,7 +258,7 @@ class QuestionRunner(Runner):
     ids       [n] of the words after the video
     left      the tokens of an answer for which the model has positions
     meter     counts what is decoded
-    evidence  gives the frames that the answer rests on, after the question has run
+    evidence  gives the frames that the answer is based on, after the question has run
     question  its text, and `beside` the stream of a draft, which is asked it too
     check     called between two layers of the question; may raise `Ended`
     pause     called with False between two passes of the answer

@@ -32,7 +32,7 @@ class Listening(Around):
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in self._stage.hidden}
         self._asked: dict[int, Tensor] = {}
 
-    def ears(self, kind: str) -> dict[str, Any]:
+    def run_options(self, kind: str) -> dict[str, Any]:
         def note(layer: int, hidden: Tensor) -> None:
             if kind == "units":
                 self.states[layer].append(hidden[0].detach().cpu())
@@ -40,7 +40,7 @@ class Listening(Around):
                 self._asked[layer] = hidden[0].detach()
 
         heard = self.states if kind in ("units", "question") else ()
-        return {"ears": {layer: partial(note, layer) for layer in heard}} if heard else {}
+        return {"input_hooks": {layer: partial(note, layer) for layer in heard}} if heard else {}
 
     def kept(self, layer: int) -> Tensor:
         """[n, E] what entered `layer`, of all tokens of units."""
@@ -76,14 +76,14 @@ class Listening(Around):
         return self._made[0]
 
     def heard(self) -> Heard | None:
-        """What the question that ran last attended to; None: none did. Asked once."""
+        """Attention of the last question to frames, or None; can be read once."""
         made, self._made = self._made, []
         return made[0].heard(self._score if self.states else None) if made else None
 
 
 class StreamListener(AroundMemory):
-    """The memory `state`, whose question's attention to units is collected where `stage` reads it; where that reads states,
-    which tokens of units any layer sees.
+    """Wraps the memory `state` and records, for a draft's pruner, the question's attention to frames at the layers that
+    `stage` reads; for a pruner that reads hidden states, which tokens of frames any layer sees.
 
     The layers that are read run without captured steps while the question is read, and with them from its first token on.
     A pruner of the target drops out of what is shown after this: what it drops has been heard.

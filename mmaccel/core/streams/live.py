@@ -222,7 +222,7 @@ class AsyncVideoSession:
 
 
 def threaded(work: Callable[[], Done]) -> asyncio.Future[Done]:
-    """What `work` returns or raises, in a thread of its own; it goes on when nobody waits any more."""
+    """Run `work` in a thread of its own and return its result; it runs to its end even if nobody waits any more."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Done] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""What a session, a stream and a model hand each other, and the turns that threads take on a model."""
+"""Types that sessions, streams and models exchange, and the turns that threads take on a model."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Choosing:
 
 
 class RunningStates(ABC):
-    """What some layers carry from one row of a stream to the next, instead of keys and values: all rows are in it, and no
-    memory chooses among them."""
+    """Recurrent states of layers that have no keys and values (linear attention). A state has seen all rows of the stream;
+    no memory chooses among them."""
 
     @abstractmethod
     def mark(self) -> Any:
@@ -89,14 +89,14 @@ class RunningStates(ABC):
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """[n, E] parts [., E] of what enters the layers, one after the other; those without what others have beside them
-    (`StreamModel.spoken`) have zeros."""
+    (`StreamModel.unit_embeds`) have zeros."""
     wide = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, wide - part.shape[1])) for part in parts])
 
 
 @contextmanager
 def kept(running: RunningStates | None) -> Iterator[None]:
-    """What layers carry is afterwards as it was."""
+    """Context in which recurrent states may change; they are restored at exit."""
     mark = None if running is None else running.mark()
     try:
         yield
@@ -107,7 +107,7 @@ def kept(running: RunningStates | None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class StreamInfo:
-    """What is known of a stream beside its memory.
+    """Facts of a stream other than its memory.
 
     size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
     fps      the rate of the first clip, for which positions are made
@@ -128,7 +128,7 @@ class StreamInfo:
     pending: Tensor | None = None
 
     def shown(self, first: int, count: int | None = None) -> list[float]:
-        """The seconds at which `count` units from number `first` on were shown; None: all of them."""
+        """Times in seconds of `count` units from unit `first` on; of all that follow if `count` is None."""
         end = None if count is None else first + count
         return [self.times[frame] for frame, _ in self.spans[first:end]]
 
@@ -147,8 +147,8 @@ class Around:
         unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
         return state
 
-    def ears(self, kind: str) -> dict[str, Any]:
-        """What `StreamModel.run` is to be told of a pass of this kind."""
+    def run_options(self, kind: str) -> dict[str, Any]:
+        """Arguments of `StreamModel.run` for a pass of this kind."""
         return {}
 
     def cut(self, tokens: int) -> None:

@@ -164,7 +164,7 @@ class VideoSession(Intake):
         max_new_tokens  tokens of the answer at most
         stream    give the pieces of text as they come (`Reply`), instead of the whole `Answer`
         timeout   seconds from the start of this call; the answer then ends with the tokens generated so far, perhaps none
-        evidence  also find the frames that the answer rests on; False answers a long question sooner
+        evidence  also find the frames that the answer is based on; False answers a long question sooner
         chat      read the turns in `history` before it, and keep question and answer there
         between   seconds of the stream, such as (725.0, 730.0): it sees the frames alone that were shown from then to then
         settings  of `generate`: do_sample with temperature, top_k, top_p and a seed; repetition_penalty; stop_strings;
@@ -277,7 +277,7 @@ class VideoSession(Intake):
             return {} if self._live is None else self._live.counters()
 
     def report(self) -> Report:
-        """What is in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.
+        """The recipe in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.
 
         prompt_tokens are the columns of the stream, as its memory counts them, and of the question; `kv` counts what the
         memory holds now; kept and patterns are those of the last `ingest` under a pattern and of the question; peak_bytes
@@ -294,7 +294,7 @@ class VideoSession(Intake):
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 
     def clusters(self) -> dict[str, Tensor]:
-        """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.
+        """Clusters of a memory that has them: name of a level -> cluster [L or 1, N] of each entry at each layer.
 
         Entries are equal parts of the steps of time that `shown` lists.
         """

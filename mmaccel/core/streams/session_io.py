@@ -98,7 +98,7 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
 
 
 def recipe_of(path: Path) -> Recipe:
-    """The recipe a session was saved with; raises `ModelError` where it cannot be opened."""
+    """The recipe that a session was saved with; raises `ModelError` if the saved session cannot be opened."""
     return saved_recipe(path, _read(path)["recipe"])
 
 
@@ -109,10 +109,10 @@ def load(
     kv: StreamPolicy,
     beside: Callable[[], CarefulDraftStream],
 ) -> StreamRunner:
-    """The stream of a saved session, whose memory is `kv`, and that of its draft, which `beside` opens; raises an
-    `MmaccelError` when the first does not fit, and warns where the second does not.
+    """Load a saved session: its stream, with the memory `kv`, and its draft's stream, which `beside` opens.
 
-    It is read again where another process saves to the folder meanwhile, which removes the files that were to be read.
+    Raises an `MmaccelError` when the stream does not fit the model, and warns when the draft's does not. Reads again if
+    another process saves to the folder meanwhile and removes files.
     """
     left = READS
     while True:

@@ -34,7 +34,7 @@ little longer."""
 
 
 class StreamRunner:
-    """One stream at work on a model: what is known of it, its memory, and the stream of a draft `beside` it."""
+    """Runs one stream on a model: its facts, its memory, and the stream of a draft `beside` it."""
 
     def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
@@ -70,7 +70,7 @@ class StreamRunner:
         """A stream of frames like `frames`, its head run; `timed`: their times are known; `quiet`: it warns of nothing."""
         size = frame_size(frames)
         features, marks = adapter.features(filled(frames[: adapter.pace], adapter.pace), size)
-        unit = adapter.spoken(features, [(0, [0.0])]).shape[1]
+        unit = adapter.unit_embeds(features, [(0, [0.0])]).shape[1]
         live = cls(
             adapter,
             kv,
@@ -188,7 +188,7 @@ class StreamRunner:
             part, frames = features[done : done + count], numbers[done : done + count]
             shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
             look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
-            part, rows = adapter.spoken(part, info.moments(adapter.pace, frames)), count * info.unit
+            part, rows = adapter.unit_embeds(part, info.moments(adapter.pace, frames)), count * info.unit
             stream_pass = StreamPass(
                 kind="units", rows=rows, first=first, count=count, times=shown, look=look
             )
@@ -210,7 +210,7 @@ class StreamRunner:
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
-        how |= {} if self.beside.failed else self.around.ears(stream_pass.kind)
+        how |= {} if self.beside.failed else self.around.run_options(stream_pass.kind)
         running = how.setdefault("running", self.running)
         with kept(running if stream_pass.kind == "proxy" else None):
             state.begin_pass(stream_pass)
@@ -227,7 +227,7 @@ class StreamRunner:
         return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states
 
     def back(self, mark: Any) -> None:
-        """As it was at `mark`, since when lists have only grown."""
+        """Return to `mark`: lists are cut to their length at that time."""
         memory, info, spans, times, beside, states = mark
         del info.spans[spans:], info.times[times:]
         self.info = info

@@ -1,4 +1,4 @@
-"""What a draft model has read of a conversation: each turn goes on behind the turns before."""
+"""The prompts of a conversation that a draft model has read, so that each turn continues after the turns before."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def check_text(who: str, past: TokenLayout) -> None:
 
 
 def follows(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
-    """Whether the prompt `ids` [S], of which the target holds `past`, goes on after `known` [n], and no image or video
-    stands between that `known` has not."""
+    """Whether the prompt `ids` [S], of which the target holds `past`, continues `known` [n] without an image or video
+    between that `known` has not."""
     n = known.numel()
     if n > past.length or not torch.equal(known, ids[:n].cpu()):
         return False

@@ -197,7 +197,7 @@ class Local:
         return True
 
     def leave(self, ids: Tensor) -> Any:
-        """What the turn after that of prompt `ids` [S] may take up."""
+        """State that the turn after that of prompt `ids` [S] may continue from."""
         if self._unread is not None:
             self._writer.tell(self._unread["inputs"])
         return self._writer

@@ -31,7 +31,7 @@ BESIDE = "beside"
 
 
 def folder_of(name: str, target: ModelView, model: str) -> str:
-    """The draft's folder; raises `DraftError` where none stands beside the target's."""
+    """The folder of the draft; raises `DraftError` if there is none next to the target's."""
     if model != BESIDE:
         return model
     if target.folder is None:
@@ -140,7 +140,7 @@ class PeerStrategy(DraftStrategy):
         return self.prune
 
     def unused(self, prompt: Prompt) -> list[str]:
-        """What of the fields has no part in this prompt, for the report."""
+        """Fields that have no effect on this prompt, for the report."""
         if self.kv is None or prompt.stream is not None:
             return []
         return [f"its kv {self.kv.name!r} did nothing: it is of the stream that a draft has in a session"]

@@ -1,7 +1,7 @@
-"""A draft in a process of its own: both ends of the wire, and the format of a prompt on it.
+"""A draft model in a second process: both ends of the connection, and how a prompt is sent over it.
 
 A prompt is a table of names, types and shapes, then the bytes of each tensor. The pixels of a long video are hundreds of
-megabytes. The wire alone copies those on the host, in a fifth of the time of `torch.save`; the target goes on meanwhile.
+megabytes. Only the connection copies them on the host, in a fifth of the time of `torch.save`, while the target computes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OVER: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
 
 
 class RemoteTurn:
-    """What the draft's process holds of a conversation whose last prompt was `known` [n]: its sequence `number` there."""
+    """Conversation state in the draft's process, whose last prompt was `known` [n]; its sequence there is `number`."""
 
     def __init__(self, worker: Worker, number: int, known: Tensor) -> None:
         self.worker, self.number, self.known = worker, number, known.cpu()
@@ -110,7 +110,7 @@ class Remote(WireEnd):
         self._worker.send(WRITE, self.number, length, count, *fix)
 
     def collect(self, limit_s: float) -> DraftedTokens | None:
-        """What was asked for, or None when it is not there within `limit_s`."""
+        """The result of the request, or None if it does not arrive within `limit_s`."""
         until = time.monotonic() + limit_s
         while not self._answers:
             message = self._worker.receive(max(0.0, until - time.monotonic()))
@@ -308,7 +308,7 @@ SLAB = 16 << 20
 
 
 def packing(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
-    """`pack` for another thread: it waits for what makes these tensors on their device, and for nothing that comes later."""
+    """Like `pack`, for use in another thread. Waits for the device work that makes these tensors, not for later work."""
     streams = []
     for device in {x.device for x in inputs.values() if isinstance(x, Tensor) and x.is_cuda}:
         streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
@@ -324,7 +324,7 @@ def packing(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[B
 
 
 def pack(inputs: Mapping[str, Any], more: bytes = b"") -> list[Blob]:
-    """What to send of `inputs`, tensors and lists of numbers, and `more`; the tensors may be on any device."""
+    """Pack `inputs`, tensors and lists of numbers, and `more` into a message; tensors may be on any device."""
     table: list[Any] = []
     parts: list[Blob] = []
     for name, x in inputs.items():

@@ -79,7 +79,7 @@ class Pace:
         self.judged, self.kept = self.judged * share, self.kept * share
 
     def step(self, seconds: float) -> None:
-        """One target step."""
+        """Note the seconds of one target step."""
         self.rounds += 1
         self.step_s = self._mean(self.step_s, seconds)
 
@@ -93,7 +93,7 @@ class Pace:
         return before + self.rate * (min(now, 2 * before) - before)
 
     def judge(self, kept: int, refused: bool) -> None:
-        """Of a window `kept` tokens were kept before the first that was refused, if one was."""
+        """Note that `kept` tokens of a window were accepted before the first refused one, if any."""
         self.judged += kept + refused
         self.kept += kept
 

@@ -173,12 +173,14 @@ class _Turn:
 
 
 class Pipeline(DraftState):
-    """Algorithm 1, seen from the draft.
+    """Algorithm 1 of the paper, on the draft's side.
 
-    `_said` are the committed tokens after the prompt, `_line` the draft's own: committed ones, and from there what it has
-    written ahead. While a window is out (`_busy`) the line is as it was when it was asked for; from the first that has come
-    on it is waited for, as long as none is late (`_due`). `_odds` has, by place in the line, what a token was drawn from,
-    where it was drawn. `devices` are the target's.
+    _said     committed tokens after the prompt
+    _line     the draft's tokens: the committed ones, then those it has drafted ahead. While a window is being drafted
+              (`_busy`) it stays as it was at the request
+    _due      whether the window that is being drafted is waited for; no longer once it is late
+    _odds     for each index of `_line`, the distribution that a sampled token was drawn from
+    devices   the target's devices
 
     A draft that cannot gain pauses, and is given no prompt meanwhile; in a session that goes on over answers.
     """

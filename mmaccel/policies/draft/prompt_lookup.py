@@ -1,4 +1,4 @@
-"""No model at all: what followed the last words when they were said before."""
+"""Prompt lookup: drafts without a model, by copying what followed the last n tokens where they occurred before."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from mmaccel.policies.draft.sequential import Drafter, Sequential
 @register("draft", "text_only")
 @dataclass(frozen=True, kw_only=True)
 class TextOnly(Sequential):
-    """As `sequential`, with a prompt out of which every image and video token is taken, and with them what marks them.
+    """Like `sequential`, but the draft's prompt has no image and video tokens, nor the tokens that mark them.
 
     A draft step then costs what it costs on a short context, whatever the video's length. After Gagrani et al. 2024 (arXiv
     2404.08856), whose draft is a small language model without vision. Here too `model` may be one, whatever transformers

@@ -29,9 +29,9 @@ STATIC = (
 class Tree(PeerStrategy):
     """A smaller model drafts a tree of likely continuations; the target checks all branches under a tree mask.
 
-    Children are the likeliest tokens, chosen without chance, which keeps sampling exact: the target draws its own token and
-    the walk goes on where a child says the same. With an `attention` pruner this is SpecVLM (arXiv 2508.16201); without, the
-    paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One beam, from an empty
+    Children are the most likely tokens, chosen without randomness. So sampling stays exact: the target draws its own token,
+    and verification continues at the child with the same token. With an `attention` pruner this is SpecVLM (arXiv
+    2508.16201); without, the paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One beam, from an empty
     cache.
 
     On a stream the memory has to take trees (`StreamPolicy.allows_branches`), as all of ours do.

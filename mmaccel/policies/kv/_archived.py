@@ -96,7 +96,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     index       how units are found, by name or with its fields: "frames" or "clusters" (`mmaccel describe clusters`)
     encode_frames  while the stream is encoded, each layer of a pass retrieves so many frames; 0: it sees the window alone. A
                 frame that was stored under its window alone knows nothing of what came before, and questions about the order
-                of two things are then answered at chance, whatever they retrieve (`docs/mosaic.md`). Above 0 what is stored
+                of two things are then answered at chance, whatever they retrieve (`lab/LOG.md`). Above 0 what is stored
                 depends on how the stream is cut into passes, so on where calls of `watch` end too; not on questions
     encode_by   what retrieves then: the mean query of a "pass", or each "frame" by its own, one frame a pass
     reps        summary tokens at most, those of the largest score first: one stands for each cluster, at its mean time
@@ -182,7 +182,8 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
 
 class SharedArchive(ArchivedMemory):
-    """One whose question may go on beside units that come: until they do it reads what they change, from then on copies."""
+    """An archived memory whose question may run while units arrive. Until then it reads shared data; after that,
+    copies."""
 
     @property
     def together(self) -> int:  # type: ignore[override]

@@ -1,4 +1,5 @@
-"""What an archived memory searches: one representative key for each cluster of units, on the device, layer by layer.
+"""The index that an archived memory searches: a representative key for each cluster of units, on the device, for each
+layer.
 
 Letters: L layers, C places for clusters, N units, d = G * D the size of a key. `rekv` has an index in which every unit is a
 cluster of its own, `mosaic` one of clusters inside visual clusters. An index is a part: any memory of `_archived` takes any.
@@ -151,7 +152,7 @@ class Index(ABC):
     # Searches.
 
     def prepare(self, end: int) -> Survey:
-        """What searches among the units below `end` need."""
+        """Prepare tables for searches among the units below `end`."""
         if self._ready is None or self._ready.end != end:
             self._ready = self._survey(end)
         return self._ready
@@ -214,7 +215,7 @@ class Index(ABC):
 
     @property
     def room(self) -> int:
-        """Places for clusters in a layer, empty ones counted."""
+        """How many clusters a layer has room for, empty slots included."""
         return int(self._now.lists.size.shape[1])
 
     def summarise(
@@ -274,7 +275,7 @@ class Index(ABC):
 
     @abstractmethod
     def checkpoint(self) -> Any:
-        """What `restore` needs."""
+        """State for `restore` to return to."""
 
     @abstractmethod
     def restore(self, mark: Any) -> None:
@@ -306,7 +307,8 @@ class Index(ABC):
 
 
 def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
-    """[k * P] or [3, k * P]: the tokens of ascending units `entries` [k] of `count`, at their own times or closed up."""
+    """Positions [k * P] or [3, k * P] of the tokens of units `entries` [k], ascending, of `count`: their own, or
+    consecutive."""
     if compact:
         return places.units(0, len(entries))
     if len(entries) == count:

@@ -28,12 +28,12 @@ MOST = 1 << 16
 
 
 class Bases:
-    """What to take from the slots of units (`PositionIds`), their numbers where they come evenly, so that places stay within
-    the model's limit while a window is encoded.
+    """Offsets that are subtracted from positions (`PositionIds`), so that they stay within the model's limit while a
+    window is encoded.
 
-    Places are the true ones up to the last unit that fits under the limit. From there on a base is subtracted, a multiple
-    of `every`, which is the same for all chunks; only the distance to the head changes with it, not those in the window.
-    `reach` is how many units stand at true places under the limit. Before the window `spare` units find places of their own.
+    Positions are the true ones up to the last unit that fits under the limit. From there on an offset is subtracted, a
+    multiple of `every`, the same for all chunks. It changes the distance to the prompt before the video, not distances
+    within the window. `reach` is the number of units at true positions; `spare` units before the window get positions too.
     """
 
     def __init__(self, places: PositionIds, window: int, spare: int = 0) -> None:
@@ -116,7 +116,8 @@ def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> 
 
 
 class IngestState(PassState):
-    """What a windowed memory is while units come: the head, its rings, and in the place of these what an ingestion sees.
+    """State of a windowed memory while frames arrive: the prompt before the video, and ring buffers of the window. During an
+    ingestion the frames that it sees take the place of the window.
 
     Units of an ingestion see the head, what is retrieved for them, and all units before them since `begin_ingest` and in the
     window then: at most `ingest` (None: what memory holds), and no more than have places within the model's limit.

@@ -80,7 +80,8 @@ class Prefetcher:
         self._crossed: Tensor | None = None
 
     def apart(self, window: int) -> Prefetcher:
-        """One that caches and foretells nothing, for a question beside which others are asked for; counted as this one's."""
+        """A prefetcher that neither caches nor predicts, for a question beside which others run; counted as this
+        one's."""
         self.settle()
         other = Prefetcher(self._store, len(self._tables), window, 0)
         other._counts, other._seconds = self._counts, self._seconds
@@ -124,7 +125,7 @@ class Prefetcher:
         return clusters.foretold(self._tables[layer], entries, self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
-        """Start to bring what `foretell` said of a layer."""
+        """Start to fetch the frames that `foretell` predicted for a layer."""
         if len(wanted) > self._sizes[AHEAD]:
             self._sizes[AHEAD], self._listed = len(wanted), None
             old = self._places.pop(AHEAD, None)
@@ -189,7 +190,7 @@ class Prefetcher:
         self._cached.masked_fill_(self._cached >= end, NEVER)
 
     def drop(self) -> None:
-        """Give up what was fetched ahead and never asked for."""
+        """Drop what was fetched ahead and never used."""
         self._ahead.clear()
 
     def tally(self) -> None:
@@ -217,12 +218,12 @@ class Prefetcher:
                 self._count(one, code)
 
     def counts(self) -> dict[str, float]:
-        """See above; waits for the device."""
+        """The counters named above, as numbers. Waits for the device."""
         self.settle()
         return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
 
     def coverage(self) -> float:
-        """Of the entries that had to cross the wire for layers after the first, the share that was fetched ahead."""
+        """Of the entries that were copied from the host for layers after the first, the share that was fetched ahead."""
         return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
@@ -288,7 +289,8 @@ class Prefetcher:
 
 
 class QueryPrediction:
-    """What each layer adds to the hidden states of a question's words, in the mean, as the last question showed it.
+    """Predicts later queries: the mean change that each layer makes to the hidden states of a question, as in the last
+    question.
 
     Questions go through the same template and the same layers: most of what a layer adds is alike for all. On both tiny
     models the next layer's own query of states moved so far finds 84% of what that layer retrieves, with a quarter more

@@ -1,4 +1,4 @@
-"""What stream memories of a bounded number of tokens have in common: the best tokens stay on the device, the rest are lost.
+"""Base of stream memories with a fixed number of tokens: the best tokens stay on the device, the rest is lost.
 
 Encoding: a query sees the head, every token that is held, and its own causal past. Keys are kept as they are before
 rotation, each with its column in the stream, and turned anew for every pass. Units go through the layers in clips that begin

@@ -1,5 +1,5 @@
 """The window under which a stream is encoded: its fields, positions and rotations; what a question is searched by, and what
-its answer rests on.
+its answer is based on.
 
 Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before rotation) unless said.
 """
@@ -30,7 +30,7 @@ Look = tuple[Tensor, int]
 """What a layer looked at: the units [k] that it recalled, and the first local one."""
 
 OWN = 1 / 6
-"""What is left of a row by itself behind all layers (`Rows.reached`); measured, see docs/mosaic.md."""
+"""What is left of a row by itself behind all layers (`Rows.reached`); measured, see lab/LOG.md."""
 
 WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 
@@ -65,7 +65,7 @@ class WindowedPolicy(StreamPolicy):
         check_choice(self.name, "positions", self.positions, ("compact", "original"))
 
     def sizes(self, stream: Stream) -> dict[str, Any]:
-        """The fields as the memory of a stream takes them: frames in units."""
+        """The policy's fields, counted in units: frames, or what the model takes as one."""
         ingest = None if self.ingest_frames is None else stream.units(self.ingest_frames)
         units = {"window": stream.units(self.window), "local": stream.units(self.local), "ingest": ingest}
         return {**units, "positions": self.positions}
@@ -110,7 +110,7 @@ class Rope:
         self.model.apply_rope_(x, angles)
 
     def size(self, positions: Tensor) -> int:
-        """How many of the D are turned, asked with some positions."""
+        """How many of the D dimensions the rotary embedding rotates."""
         self._size = self._size or self.angles(positions[..., :1])[0].shape[-1]
         return self._size
 
@@ -122,7 +122,7 @@ class Rope:
 
 
 class PassState(StreamState):
-    """What all memories of keys have in common: the pass under way, and the columns that there are.
+    """Shared by all memories of keys: the current pass, and the columns that exist.
 
     A stream has `_headed` columns of the head, `_count` units, and inside a question `_extra` columns of it and its answer,
     behind `_pending` rows of units yet to come; the last pass appended `_last` of them.
@@ -348,7 +348,7 @@ class Rows:
             }
 
     def clear(self) -> None:
-        """The question is over."""
+        """Forget the question: called when its answer has ended."""
         self._rows = {}
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What stream memories with a local window have in common: encoding under it, and the way of a question.
+"""Shared by stream memories with a local window: encoding under it, and how a question runs.
 
 Letters: G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before rotation) unless said.
 """

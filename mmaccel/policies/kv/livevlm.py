@@ -18,7 +18,7 @@ from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
 @register("kv", "livevlm")
 @dataclass(frozen=True, kw_only=True)
 class LiveVLM(TokenPolicy):
-    """Keep the tokens that recent frames attend to, at least some from every stretch of time; recall the pages that suit.
+    """Keeps the tokens that recent frames attend to, some from every stretch of time; a question retrieves pages of them.
 
     After Ning et al., "LiveVLM" (2505.15269, second version). After each clip of 32 frames the tokens older than the last
     `recent` frames are cut down to the budget (`spread`): first the most attended ones, then by score as many as their
@@ -36,8 +36,8 @@ class LiveVLM(TokenPolicy):
     scatter    of the budget, the share that goes to the most attended tokens wherever they are
     bucket     tokens that a stretch of the stream has room for; there are budget / bucket stretches
     page       tokens recalled together
-    probes     tokens at the end of a clip whose queries say what is attended to; None: those of its last unit
-    positions  where kept tokens stand: "original", as in the paper, as long as the model's limit allows, then compact; or
+    probes     tokens at the end of a clip whose queries rate the others; None: those of its last frame
+    positions  of kept tokens: "original", as in the paper, as long as the model's limit allows, then compact; or
                "compact" always
     """
 

@@ -22,10 +22,10 @@ from mmaccel.policies.kv.store import Spill
 @register("kv", "offload")
 @dataclass(frozen=True, kw_only=True)
 class Offload(HostPolicy):
-    """Keep all units of the stream on the host; every pass brings each layer's whole past to the device, and lets it go.
+    """Keeps all frames on the host; every pass copies the whole past of each layer to the device, and frees it again.
 
-    Exact: every query sees all that came before it, at its true place. The device holds one layer of the stream at a
-    time, and the wire carries the whole stream for every chunk, question and token of an answer.
+    Exact: every query sees all that came before it, at its true position. The device holds one layer of the stream at a
+    time; the whole stream is copied for every chunk, question and token of an answer.
 
     host_bytes, spill, folder  see `HostPolicy`; it keeps everything, so spill is "refuse" or "disk"
     """

@@ -18,7 +18,7 @@ from mmaccel.policies.kv._windowed import StreamMemory
 @register("kv", "recent")
 @dataclass(frozen=True, kw_only=True)
 class Recent(WindowedPolicy):
-    """Encode under a sliding window as the other memories do; a question sees the head and the last frames alone.
+    """Encodes under a sliding window; a question sees the last frames and the prompt before the video, nothing else.
 
     SimpleStream (arXiv 2604.02317) asks every memory to beat an answer from the last four frames. This is not SimpleStream:
     that runs the plain model afresh on those frames, and this shows keys and values that were encoded under the window,

@@ -22,7 +22,8 @@ from mmaccel.policies.kv.store.slabs import in_units
 
 
 class FrameIndex(Index):
-    """One cluster a unit: cluster n is unit n. All of it stays on the device, so nothing is known to the host."""
+    """An index with one cluster for each unit: cluster n is unit n. It stays on the device; the host knows nothing of
+    it."""
 
     def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         first, end = self._units, self._units + pairs[0][0].shape[2] // self._tokens
@@ -113,9 +114,9 @@ class Frames(IndexPolicy):
 @register("kv", "rekv")
 @dataclass(frozen=True, kw_only=True)
 class ReKV(ArchivedPolicy):
-    """Encode under a sliding window, keep all frames on the host, and let each layer recall those that suit the question.
+    """Encodes under a sliding window and keeps all frames on the host; each layer retrieves those nearest to the question.
 
-    After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a unit is
+    After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a frame is
     represented by its mean key before rotation, a question by its mean query; each layer takes the best `frames`, in order
     of time and with consecutive positions, and keeps them for the answer. As in the paper's code no local window is seen by
     a question (``local = 0``). It departs from it where the head stands while encoding (see `_ingest.Bases`), in one pass

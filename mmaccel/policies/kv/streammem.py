@@ -23,7 +23,7 @@ MERGED = 8
 @register("kv", "streammem")
 @dataclass(frozen=True, kw_only=True)
 class StreamMem(TokenPolicy):
-    """Keep the tokens that the words between a question and its answer attend to, and one prototype of each frame.
+    """Keeps the tokens that the template's words between question and answer attend to, and one prototype of each frame.
 
     After Yang et al., "StreamMem" (2508.15717). Frames that look like the one before are merged with it. After each clip of
     8 frames the template's words stand in for a question yet unknown (pieces of kind "proxy"); when a layer holds more than
@@ -40,7 +40,7 @@ class StreamMem(TokenPolicy):
                 merged within clips of 8, counted from the start of the stream; the last ones wait until it is known
                 with what they are merged, and a question sees them until then behind all others
     prototypes  whether frames leave them
-    positions   where kept tokens stand: "original" as long as the model's limit allows, then compact; or "compact" always
+    positions   of kept tokens: "original" as long as the model's limit allows, then compact; or "compact" always
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"proxy"})

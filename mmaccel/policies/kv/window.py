@@ -21,18 +21,18 @@ from mmaccel.policies.kv.full import LayeredState
 @register("kv", "window")
 @dataclass(frozen=True, kw_only=True)
 class Window(StreamPolicy):
-    """Every query sees the first `sinks` columns and those less than `window` behind it; what none will see any more goes.
+    """Every query sees the first `sinks` columns and the last `window`, its own included. Columns out of sight are freed.
 
     A long append is seen by its own queries before anything of it goes, so the answer does not depend on how a prompt is cut
     into chunks. After StreamingLLM (arXiv 2309.17453); unlike the paper, keys keep their original positions. Columns are
     columns: the padding of a left-padded sequence takes up sinks.
 
-    In a stream the head stands for the sinks, and `window` is rounded up to whole units, all of which a question sees; their
-    places go on from the head as if nothing lay between.
+    In a stream the prompt before the video takes the place of the sinks, and `window` is rounded up to whole frames. A
+    question sees all of them; their positions continue after that prompt as if nothing lay between.
 
     A sparse pattern plans over the columns held, and of its plan each query sees what lies in its window.
 
-    sinks   first columns that never go: models park attention there
+    sinks   first tokens that are never freed: models put spare attention there
     window  columns a query sees, its own included, at least 1
     margin  columns held beyond the window for rolling back: the last run can always be taken back, and `margin` columns more
     """

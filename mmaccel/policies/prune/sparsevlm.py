@@ -1,4 +1,4 @@
-"""SparseVLM: the words that speak of the picture judge its tokens, and what they drop is recycled."""
+"""SparseVLM: rates visual tokens by the attention of the question's visual words; dropped tokens are merged into few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VisionZip: of each frame the tokens its own vision tower looks at, and a few that stand for the rest."""
+"""VisionZip: keeps the tokens of each frame that its vision tower attends to, and merges the rest into a few."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ENTRIES = 1 << 24
 """Most scores held at a time; query blocks go in runs of as many as fit."""
 
 GAIN_S = 4e-11
-"""Seconds that the compiled choice saves a score on CUDA: 4.8 of 9.3 ms at 32k tokens and 28 heads (docs/speed.md)."""
+"""Seconds that the compiled choice saves a score on CUDA: 4.8 of 9.3 ms at 32k tokens and 28 heads (lab/LOG.md)."""
 
 
 @register("sparse", "block_topk", compile=False)  # the choice of blocks alone is: `_CHOICE`

@@ -1,4 +1,4 @@
-"""What the last queries attend to: the signal of the adaptive patterns (MMInference, Algorithm 1, last_q = 64)."""
+"""Attention of the last queries: the signal of the adaptive patterns (MMInference, Algorithm 1, last_q = 64)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True, eq=False)
 class SampleLayout:
-    """The last queries of an order, and what they see of the keys of another: from the layouts alone.
+    """The last queries in one order, and which keys of another order they see; computed from the layouts alone.
 
     query_row [B, L] long, their rows; at [B, L] long, rank of each among the keys, -1 where there is none.
     row [B, n] long, the rows of the keys in the key tensor, or None when they are its first n.
@@ -76,7 +76,7 @@ class LastQueries:
 
     @property
     def at(self) -> Tensor:
-        """As that of `sample`."""
+        """Like that of `sample`."""
         return self.sample.at
 
     @property
@@ -115,7 +115,7 @@ class LastQueries:
         return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
 
     def lines(self) -> tuple[Tensor, Tensor]:
-        """[B, H, n] float32, twice: the weight of each column, and of each diagonal (query place minus key place).
+        """Weights of columns and of diagonals (query position minus key position), two tensors [B, H, n] float32.
 
         Sums over the queries; divided by `askers`, means over the queries that have a key there.
         """

@@ -145,11 +145,11 @@ class Region:
         return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What follows from the layouts of this region alone, made once for all layers."""
+        """Cache of a value that follows from the layouts of this region; computed once for all layers."""
         return once(self.layer.memo, (name, self.kinds), make)
 
     def last(self, count: int, pooled: bool = False) -> LastQueries:
-        """What the last `count` of the queries give to the keys: their shares of all that those queries see.
+        """Attention of the last `count` queries to the keys: softmax weights over all keys that these queries see.
 
         `pooled`: the mean over the query heads that share a key head, for each of them.
         """
@@ -201,13 +201,14 @@ class LayerInputs:
 
     @classmethod
     def of_layouts(cls, q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> LayerInputs:
-        """A layer of which the layouts alone are known."""
+        """Plan inputs of a layer from its layouts alone, without queries and keys."""
         nothing = torch.empty(0, 0, k_layout.length, 0)
         return cls(nothing, nothing, q_layout, k_layout, block)
 
     @property
     def memo(self) -> dict[Hashable, Any]:
-        """What follows from the layouts alone, made once for all layers; it lives with the layout of the queries."""
+        """Cache of a value that follows from the layouts; computed once for all layers, and kept with the layout of
+        the queries."""
         # The layout of the keys is held, so that its id stays its own.
         name = "regions", id(self.k_layout), self.block
         held: tuple[Any, dict[Hashable, Any]] = once(self.q_layout.memo, name, lambda: (self.k_layout, {}))
@@ -337,7 +338,7 @@ class IntraPattern(RegionPattern):
 
     @abstractmethod
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        """The most blocks listed: so many for each block of queries, and so many more in all.
+        """Upper bound of listed blocks: so many for each block of queries, and so many more in total.
 
         gaps: keys may lie between queries that follow each other; ties: queries may have the same rank.
         """

@@ -59,7 +59,7 @@ class SegmentedPattern(IntraPattern):
         return (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride, self.stride)
 
     def segments(self, region: Region) -> Segments:
-        """Segments of `stride` tokens each; under "frame" those that the class docstring of `SFFixed` tells."""
+        """Segments of `stride` tokens each, or under "frame" as the docstring of `SFFixed` says."""
         low, high = self.bounds
         most = max(1, whole_blocks(region.width, low))
         rank = torch.arange(len(region.keys), device=region.at.device).expand_as(region.keys.row)

@@ -36,7 +36,7 @@ class Classes:
     frames: Frames | None = None
 
     def where(self, chosen: Tensor, other: Classes) -> Classes:
-        """Those of the sequences `chosen` [B] as they are here, the rest as in `other`."""
+        """The classes of the sequences `chosen` [B], and those of `other` elsewhere."""
         mixed: dict[str, Any] = {
             name: torch.where(chosen[:, None, None], getattr(self, name), getattr(other, name))
             for name in ("number", "stride", "line", "dense", "shift")
@@ -69,7 +69,7 @@ def most_keys(keys: int, low: int) -> int:
 def strided_classes(
     sample: LastQueries, keys: TokenOrder, search: Search, *, by_columns: bool, by_diagonals: bool
 ) -> Classes:
-    """Classes by rank modulo the best stride, with the phases of the heaviest lines.
+    """Assign keys to classes by rank modulo the best stride, with the phases of the heaviest lines.
 
     The best stride is the smallest whose best lines weigh within the slack of the best of any. It weighs what its heaviest
     class of columns and its heaviest class of diagonals weigh together, and nothing where three of it do not fit. Where
@@ -174,7 +174,7 @@ def by_class(number: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Pairing:
-    """The classes of frames as the last queries meet them: from the layouts alone.
+    """Classes (position modulo the stride) of keys and of the last queries, computed from the layouts alone.
 
     own [B, L] int32 the class of each query; paired [B, 1, L, phases] the class that a query's slash of each phase leads to;
     members [B, phases] how many pairs of a query and a key before it have a phase. order [B, n] int32 the ranks by class,

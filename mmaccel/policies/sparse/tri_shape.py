@@ -16,7 +16,7 @@ from mmaccel.policies.sparse.orders import Region, whole_blocks
 @register("sparse", "tri_shape")
 @dataclass(frozen=True, kw_only=True)
 class TriShape(AShape):
-    """As `a_shape`, and the last `bottom` queries of a sequence see every key not after them.
+    """Like `a_shape`; in addition the last `bottom` queries of a sequence see every earlier key.
 
     In chunked prefill these are the last queries of each chunk, as with the estimates of adaptive patterns: what comes
     after a chunk is not known to it, and its dense rows cost bottom / chunk of dense attention. Within a modality boundary

@@ -118,7 +118,7 @@ class QueryRuns(NamedTuple):
 
     @classmethod
     def of(cls, region: Region, heads: int) -> QueryRuns:
-        """Those of the queries of `region`, for lists of `heads` heads."""
+        """Runs of the queries of `region`, for lists of `heads` heads."""
         block = region.layer.block
         most_shapes, most_gaps, most_pieces = _run_bounds(region)
         blocks = len(region.keys) // block

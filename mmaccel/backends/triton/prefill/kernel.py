@@ -327,8 +327,11 @@ def work_kernel(
     LENGTH, ITEM, PIECES, SLOT, TOLD, list_rows, items, tiles, even, chunk, longest,
     LEAST: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Program p lists the rows that have a p-th piece, the last program those that are not split; a chunk of its own choice
-    unless one is given, so that there is a program for every piece of a row of `longest` blocks."""
+    """Split long rows of attention into pieces, and list the pieces as work.
+
+    Program p lists the rows that have a p-th piece; the last program lists the rows that are not split. Without a given
+    chunk it takes one that is large enough for a row of `longest` blocks to have a program for every piece.
+    """
     mine, rest = tl.program_id(0), tl.num_programs(0) - 1
     every = tl.arange(0, STEP)
     steps = (list_rows + STEP - 1) // STEP

@@ -306,13 +306,14 @@ class Clusters(IndexPolicy):
 @register("kv", "mosaic")
 @dataclass(frozen=True, kw_only=True)
 class Mosaic(ArchivedPolicy):
-    """Clusters of frames on the host; a question recalls whole clusters, and sees one summary token of each other one.
+    """Clusters frames on the host. A question retrieves whole clusters, and sees one summary token of every other cluster.
 
     After Mosaic (arXiv 2604.10060), as a composition of three parts that any archived memory takes: the index `clusters`,
     retrieval while the stream is encoded (`encode_frames`), and summary tokens (`reps`). The device keeps the local window,
-    one representative a cluster and a cache; the host everything. While a layer computes, what the next will need is
-    predicted and fetched; what was missed is fetched before it is used, so that the prediction changes no answer. Exact
-    while all units fit into `frames` and `window`, with positions "original" or nothing left out. The preset `mosaic-paper`
+    one summary token for each cluster and a cache; the host keeps everything. While a layer computes, the frames that the
+    next layer will need are predicted and fetched. A frame that was not predicted is fetched before it is used, so the
+    prediction changes no answer. Exact while all frames fit into `frames` and `window`, with positions "original" or
+    nothing left out. The preset `mosaic-paper`
     takes the paper's side where the defaults differ.
 
     positions  as for others, but "original" by default: closed up, summary tokens lose their time

@@ -196,7 +196,7 @@ class ClusterTable:
         return layer, cluster
 
     def checkpoint(self) -> None:
-        """What `restore` comes back to; the one before is forgotten."""
+        """State for `restore` to return to; replaces the one before."""
         self._journal, self._marked = [], self._units
         self._noted.zero_()
 
@@ -218,12 +218,13 @@ class ClusterTable:
         self._count_ids()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What there is to save."""
+        """Tensors to save."""
         rows = {name: getattr(self, name)[:, : self.used].contiguous() for name in ROWS}
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
     def wanted(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and types of the `tensors` of as many units, -1 for any number of clusters or members."""
+        """Expected shapes and types of saved `tensors` for so many units; -1 stands for any number of clusters or
+        members."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"owner": ((self.layers, units), torch.long)}
         for name in ROWS:
             row: Tensor = getattr(self, name)

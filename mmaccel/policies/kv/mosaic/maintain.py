@@ -50,7 +50,7 @@ class Hierarchy:
         means.cut(units)
 
     def checkpoint(self) -> Any:
-        """What `restore` needs; one is in use at a time."""
+        """State for `restore` to return to; one is in use at a time."""
         self.visual.checkpoint()
         self.semantic.checkpoint()
         return self.units, self.bounds, [list(ids) for ids in self.buffer], Counter(self.counters)

@@ -73,7 +73,7 @@ class Rules:
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """What a cluster of one level may be.
+    """Limits of the clusters of one level.
 
     Mosaic's equation 5: the variance that a cluster may have goes from `small` to `large` [L] as it grows, at rate `alpha`.
     Small clusters are held to the lower bound, as the equation's symbols say; the population variance of few points
@@ -87,7 +87,7 @@ class Bounds:
     largest: int
 
     def threshold(self, layer: Tensor, n: Tensor) -> Tensor:
-        """That of clusters of size `n` [...] at layers `layer` [...]."""
+        """Variance threshold of clusters of size `n` [...] at layers `layer` [...]."""
         small, large = self.small[layer], self.large[layer]
         return small + (large - small) * (1 - torch.exp((1 - n.to(small.dtype)) / self.alpha))
 
@@ -145,7 +145,7 @@ def refine(
 
 
 class UnitMeans:
-    """What is kept of every unit on the host: its look [N, E], and its mean raw key and value [N, L, d].
+    """Means of every unit on the host: its visual feature [N, E], and its mean unrotated key and value [N, L, d].
 
     To be clustered they become points: less the mean of the first units, which all have in common (a model's key bias
     is most of a key), with one more coordinate, the same for all (`LIFT`), scaled to length one. Statistics are kept in
@@ -207,7 +207,7 @@ class UnitMeans:
         return rest[0] if rest else None
 
     def append(self, look: Tensor, key: Tensor, value: Tensor) -> None:
-        """Of new units: look [n, E]; key, value [n, L, d]."""
+        """Append new units: visual feature [n, E]; mean key and value [n, L, d]."""
         end, pinned = self.units + len(look), self._device.type == "cuda"
         for name, rows in (("_look", look), ("all_keys", key), ("_value", value)):
             held = getattr(self, name)
@@ -275,7 +275,7 @@ class UnitMeans:
         return total / (units >= 0).sum(1, keepdim=True).clamp_min(1)
 
     def key_rows(self, layer: int, units: Tensor) -> Tensor:
-        """[n, d] float32: the mean keys at `layer` of `units` [n], which are on the device and unknown to the host."""
+        """Mean keys [n, d] float32 at `layer` of `units` [n] whose keys are still on the device only."""
         held = self.all_keys
         if self._device.type != "cuda":
             return held[units, layer].float()

@@ -1,4 +1,4 @@
-"""Where streams keep what leaves the device: host memory, and the ways across the wire."""
+"""The store of streams in host memory, and the copies between host and device."""
 
 from mmaccel.policies.kv.store.host import HostStore, Spill
 from mmaccel.policies.kv.store.slabs import Shape

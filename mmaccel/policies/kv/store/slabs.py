@@ -36,7 +36,7 @@ _CUDA: Any = torch.cuda
 
 @dataclass(frozen=True)
 class Shape:
-    """What a unit is: layers, kv heads G, tokens P, head size D, and the type of its numbers."""
+    """The shape of a stored unit: layers, kv heads G, tokens P, head size D, and the data type."""
 
     layers: int
     groups: int
@@ -97,7 +97,7 @@ class Slabs:
         self._remove = weakref.finalize(self, _remove, self.files, self._own_folder)
 
     def grow(self) -> bool:
-        """One slab more; False when memory is used up and there is no disk. Raises `StoreError` when the disk is full."""
+        """Allocate a slab; False when memory is full and there is no disk. Raises `StoreError` when the disk is full."""
         if not self.files:
             made = self._awaited()
             # What could not be had ahead of need may be there by now.
@@ -330,8 +330,9 @@ def in_units(tensor: Tensor, tokens: int) -> Tensor:
 
 
 class Mark:
-    """A point in the order of a lane: an event of its CUDA `stream`, which knows its time if `timed`; on the host the time,
-    for work there is done when it is issued."""
+    """A point in the work of a lane (a CUDA stream, or the host), to wait for or to time.
+
+    On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None, timed: bool = False) -> None:
         self.at = time.perf_counter()
@@ -358,7 +359,7 @@ class Lane:
         self.stream, self._current = stream, current or stream is None
 
     def run(self, work: Callable[[], object]) -> None:
-        """Issue `work`; what it does may happen later, but not before what was issued earlier."""
+        """Enqueue `work`. It may run later, but always after what was enqueued before."""
         if self._current:
             work()
         else:
@@ -370,7 +371,7 @@ class Lane:
         return Mark(self.stream, timed)
 
     def wait(self, mark: Mark) -> None:
-        """What is issued from now on runs after `mark`."""
+        """Make later work of this lane wait for `mark`."""
         if self.stream is not None:
             self.stream.wait_event(mark.event)
 
@@ -395,5 +396,5 @@ class Lanes:
         return Lane(torch.cuda.current_stream(self._device), current=True)
 
     def join(self) -> None:
-        """What computes from now on runs after all that the wire was given."""
+        """Make later computation wait for all copies issued so far."""
         self.compute.wait(self.wire.mark())

@@ -1,0 +1,56 @@
+"""Draws public docstrings and names of the package for a reader who has not seen the code.
+
+    python -m tests.drawn [--seed COMMIT] [--count 60]
+
+The seed is the commit's hash, so that nobody can choose the draw. The reader marks each docstring and each name as
+understood or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+from pathlib import Path
+from random import Random
+
+PACKAGE = Path(__file__).parents[1] / "mmaccel"
+
+
+def public() -> tuple[list[tuple[str, str]], list[str]]:
+    """(place, docstring) of public modules, classes and functions, and their names."""
+    docstrings, names = [], []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        inner = [m for node in tree.body if isinstance(node, ast.ClassDef) for m in node.body]
+        for node in (tree, *tree.body, *inner):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            name = getattr(node, "name", "")
+            if name.startswith("_"):
+                continue
+            place = f"{path.relative_to(PACKAGE.parent)} {name}".strip()
+            names += [place] if name else []
+            if text := ast.get_docstring(node):
+                docstrings.append((place, text))
+    return docstrings, names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", help="default: the hash of the commit that is checked out")
+    parser.add_argument("--count", type=int, default=60)
+    given = parser.parse_args()
+    head = ["git", "-C", str(PACKAGE), "rev-parse", "HEAD"]
+    dice = Random(
+        given.seed or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    )
+    docstrings, names = public()
+    for number, (place, text) in enumerate(dice.sample(docstrings, given.count), 1):
+        print(f"{number}. {place}\n    " + text.replace("\n", "\n    ") + "\n")
+    for number, name in enumerate(dice.sample(names, given.count), 1):
+        print(f"{number}. {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -127,7 +127,7 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models cannot do, and why: "streams", "pruning", "trees" (drafts of these, or that read the target's memory)."""
+    """What its models cannot do, and why: "streams", "pruning", "trees" (drafts of these, or that read its memory)."""
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:

@@ -30,6 +30,7 @@ from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, Running
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from mmaccel.core.decoding.batch import Seat
     from mmaccel.core.prefill.context import Context
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
@@ -219,6 +220,8 @@ class Accelerated:
 
     context: Context | None = None
     """The processes with which this one shares the rows of a prompt."""
+    seat: Seat | None = None
+    """The place of its next call of `generate` in a batch of several calls."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, context_mesh: DeviceMesh | None = None) -> None:
         self._outer = model

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import layer_ops
+from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.core.adapter import home_of
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import CacheSlot, StreamState
@@ -67,7 +68,7 @@ class LayerStep:
         x: Rows,
         rope: Tensor,
         columns: Tensor,
-        key: Tensor,
+        key: Tensor | Caches,
         value: Tensor,
         sees: Tensor | None = None,
         bias: Tensor | None = None,
@@ -77,7 +78,8 @@ class LayerStep:
 
         x        what enters it, B * n rows
         rope     [2, B, n, D], the cosines and sines of the rows
-        columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to
+        columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
+                 sequence has a cache of its own, `key` is all of these and `value` is not used
         sees, bias  those of `decode_attend`
         qkv      `project` of x, where a memory had to see it first; None: it is computed here
         """
@@ -86,11 +88,23 @@ class LayerStep:
         if qkv is None:
             rows, gain, squares = _normed_by(x, self.before)
             eps = self.before.variance_epsilon
-            query = layer_ops.enter_rows(rows, *self.qkv, gain, squares, eps, rope, columns, key, value)
+            entered = rows, *self.qkv, gain, squares, eps, rope, columns
+            if isinstance(key, Caches):
+                query = layer_ops.enter_each(*entered, key)
+            else:
+                query = layer_ops.enter_rows(*entered, key, value)
         else:
             rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
-            query = layer_ops.rope_rows(rows, rope[0], rope[1], line, columns, key, value)
-        out = layer_ops.decode_attend(query, key, value, columns, key.shape[-1] ** -0.5, sees, bias)
+            turned = rows, rope[0], rope[1], line, columns
+            if isinstance(key, Caches):
+                query = layer_ops.rope_each(*turned, key)
+            else:
+                query = layer_ops.rope_rows(*turned, key, value)
+        scale = query.shape[-1] ** -0.5
+        if isinstance(key, Caches):
+            out = layer_ops.attend_each(query, key, columns, scale)
+        else:
+            out = layer_ops.decode_attend(query, key, value, columns, scale, sees, bias)
         return self.finish(x, out.transpose(1, 2).reshape(columns.numel(), -1)), query
 
     def project(self, x: Rows) -> Tensor:

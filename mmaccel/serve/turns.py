@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from mmaccel.serve.settings import Refused
@@ -22,18 +22,26 @@ class Turns:
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
-    async def turn(self, caller: str) -> AsyncIterator[None]:
-        """Wait for a turn of `caller`, and hold it. Raises `Refused` where too many wait."""
+    async def turn(self, caller: str) -> AsyncIterator[Callable[[], None]]:
+        """Wait for a turn of `caller`, and hold it; what it gives ends it early. Raises `Refused` where too many wait."""
         if self._free:
             self._free -= 1
         elif len(self) >= self._room:
             raise Refused(429, f"{self._room} requests wait already; try again later.", "busy")
         else:
             await self._wait(caller)
+        held = True
+
+        def leave() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self._next()
+
         try:
-            yield
+            yield leave
         finally:
-            self._next()
+            leave()
 
     async def _wait(self, caller: str) -> None:
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.serve.engine import sharing
+from mmaccel.models.together import sharing
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import Turns
 from tests.media.films import write_film

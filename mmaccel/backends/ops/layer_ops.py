@@ -229,10 +229,10 @@ def enter_rows(
 class Caches:
     """The caches of B sequences at one layer, each in buffers of its own.
 
-    pairs  keys and values [1, G, capacity, D] of each, for the plain form; the last dimension dense, a column D behind the last
+    pairs  keys and values [1, G, capacity, D] of each, for the plain form; the columns of a head lie one behind the other
     home   [1, G, 1, D], from whose first element the kernels count, and which says sizes and type
-    table  [B, 4] long on the device: how many elements behind that the keys of each sequence begin, and how far its heads lie
-           apart; the same of its values. All are multiples of `ALIGNED`
+    table  [B, 4] long on the device: how many elements from there on the keys of each sequence begin, and how far its heads
+           lie apart; the same of its values. All are multiples of `ALIGNED`
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
@@ -260,9 +260,11 @@ def rope_each(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, caches: Caches
 ) -> Tensor:
     """`rope_rows` of rows [B, n, (H + 2 G) * D], written to a cache of its own for each sequence."""
-    given = rows, cos, sin, places, columns
-    some = [rope_rows.plain(*(one[b : b + 1] for one in given), *pair) for b, pair in enumerate(caches.pairs)]
-    return torch.cat(some)
+    found = []
+    for b, (key, value) in enumerate(caches.pairs):
+        row, c, s, place, column = (one[b : b + 1] for one in (rows, cos, sin, places, columns))
+        found.append(rope_rows.plain(row, c, s, place, column, key, value))
+    return torch.cat(found)
 
 
 @operator("decode", serves=reads_weights)

@@ -16,18 +16,17 @@ from mmaccel.core.decoding.generate import Speculation
 
 
 class Batch:
-    """Sequences that are decoded together, each with a memory, a draft, random numbers and an end of its own: it commits what
-    it would commit alone. A sequence comes and goes between two rounds.
+    """Sequences that are decoded together, each with a memory, a draft, random numbers and an end of its own: each commits
+    what it would commit alone. They come and go between two rounds.
 
     Threads bring their sequences and wait for these; one of the threads does the rounds for all. In a round the targets that
     share a `Runner.together` take one step; a target without one, and rows of a tree, take steps of their own.
 
-    steps  what `Runner.together` of the sequences is, as the last one that came left it
     told   called with the number of sequences of each step that several may share
     """
 
     def __init__(self, told: Callable[[int], object] = lambda count: None) -> None:
-        self.steps: Any = None
+        self._together: Any = None
         self._told = told
         self._live: list[Speculation] = []
         self._failed: dict[Speculation, Exception] = {}
@@ -37,6 +36,12 @@ class Batch:
     def __len__(self) -> int:
         """How many sequences are being decoded."""
         return len(self._live)
+
+    def shared(self, of: Callable[[Any], Any]) -> Any:
+        """The `Runner.together` of a target that comes, which `of` makes of that of the last one (None: it is the first)."""
+        with self._changed:
+            self._together = of(self._together)
+            return self._together
 
     def run(self, sequences: Sequence[Speculation]) -> None:
         """Decode `sequences`, with all others that are here meanwhile, until they have ended. Raises what ended one of them:
@@ -103,8 +108,8 @@ class Batch:
                     raise
                 return
             # One of them, such as a memory that finds no room to grow, is not to end the others.
-            for one in some:
-                yield from self._stepped(together, [one])
+            for each in some:
+                yield from self._stepped(together, [each])
             return
         self._told(len(some))
         for (one, _), own in zip(some, logits, strict=True):

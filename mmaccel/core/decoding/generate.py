@@ -163,8 +163,8 @@ class Speculation:
 
     @torch.no_grad()
     def offer(self) -> tuple[Tensor] | tuple[Tensor, Branches] | None:
-        """What the target's next step is to run: the last token and the draft's proposal, and how they branch; None: no step,
-        for the prompt has one token left to give. `take` has to follow."""
+        """What the target's next step runs: the last token and the draft's proposal, and how they branch; None: nothing,
+        for a prompt gives the first token. `take` has to follow."""
         if self._first is not None:
             return None
         proposal = Proposal.empty()

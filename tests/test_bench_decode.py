@@ -221,6 +221,22 @@ def test_a_batch_is_held_against_plain_steps_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sequences_together_are_held_against_one_at_a_time(tmp_path: Path) -> None:
+    shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
+    run(
+        *("bench/decode_gpu.py", "together", "--device", "cpu", "--layers", "1", "--shrink", "64"),
+        *("--target", shape, "--repeats", "2", "--limit", "10000", "--out", str(out)),
+    )
+    rows = [row for row in read(out) if "case" in row]
+    assert [row["sequences"] for row in rows] == [1, 2, 4, 8]
+    for row in rows:
+        assert row["case"] == "together" and len(row["agreed_tokens"]) == row["sequences"]
+        assert row["over_alone"] == row["tokens_per_s"] / row["alone_per_s"]
+    # The weights are read once for all: eight in one step take less than eight steps.
+    assert rows[-1]["step_median_s"] < 8 * rows[0]["step_median_s"]
+
+
+@pytest.mark.slow
 def test_pruning_is_the_same_by_one_process_and_by_two(tmp_path: Path) -> None:
     few = ("--captions", "2", "--frames", "16", "--tokens", "24", "--kept", "0.1", "--device", "cpu")
     told = []

@@ -81,7 +81,7 @@ class Runner(ABC):
     positions are explicit. No gradients.
 
     lasting   another prompt may follow: what `keep` leaves out of one stays at hand
-    together  runs a step of this and other runners as one (runners, ids [1, n] of each -> logits [1, n, V] of each), or None
+    together  runs steps of several runners as one, or None: these, ids [1, n] of each -> logits [1, n, V] or error of each
     """
 
     lasting: bool = False

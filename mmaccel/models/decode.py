@@ -22,6 +22,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
+from mmaccel.models.fingerprint import hooked
 from mmaccel.models.step import LayerStep, Rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -58,7 +59,7 @@ def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) 
     return (
         type(head) is nn.Linear
         and len({p.device for end in ends for p in end.parameters()}) == 1
-        and not step.hooked(inner)
+        and not hooked(inner)
     )
 
 

@@ -96,7 +96,7 @@ class Engine:
         self.processor = load_processor(processor, special_tokens=False, like=model)
         self.recipes, self.metrics = dict(recipes), metrics or Metrics()
         self.default = next(iter(self.recipes))
-        self.turns = Turns(settings.limits.at_once, settings.limits.waiting)
+        self.turns = Turns(settings.limits.at_once, settings.limits.waiting, settings.limits.together)
         self.metrics.waiting.set_function(self.turns.__len__)
         self.batch = Batch(self.metrics.together.observe)
         self.kept = KeptVideos(settings.limits, self.metrics)
@@ -264,6 +264,8 @@ class Engine:
             left = max(0.01, asked.deadline.left() or 0.0)
             reply = kept.session.ask(question, asked.most, timeout=left, evidence=wanted.evidence)
             async for piece in reply:
+                if not (text or kept.recipe.draft.active):
+                    asked.joined()
                 text += piece
                 if said := cutter.grown(text):
                     asked.put(said)
@@ -290,8 +292,7 @@ class Engine:
 
             def joined() -> None:
                 drawing.close()
-                if len(self.batch) < self.settings.limits.together:
-                    asked.joined()
+                asked.joined()
 
             fast.seat = seat = Seat(self.batch, joined=joined)
             if not request.greedy:
@@ -351,8 +352,7 @@ class Engine:
         """The model under a recipe, for one call. A recipe has as many copies as calls there are; with a draft, one.
         Raises `Ended` where none is free by the deadline."""
         recipe, idle = self.recipes[name], self._idle[name]
-        limits = self.settings.limits
-        most = 1 if recipe.draft.active else limits.at_once + limits.together
+        most = 1 if recipe.draft.active else self.turns.most
         fast = None
         while fast is None:
             deadline.check()

@@ -11,10 +11,11 @@ from mmaccel.serve.settings import Refused
 
 
 class Turns:
-    """At most `most` at once; of those that wait, at most `waiting`, each caller's first in rotation."""
+    """At most `first` at once, and `beside` these that have left their turn and go on, `most` in all; of those that wait, at
+    most `waiting`, each caller's first in rotation."""
 
-    def __init__(self, most: int, waiting: int) -> None:
-        self._free, self._room = most, waiting
+    def __init__(self, first: int, waiting: int, beside: int = 0) -> None:
+        self._free, self._room, self._beside, self.most = first, waiting, beside, first + beside
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -23,7 +24,8 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, caller: str) -> AsyncIterator[Callable[[], None]]:
-        """Wait for a turn of `caller`, and hold it; what it gives ends it early. Raises `Refused` where too many wait."""
+        """Wait for a turn of `caller`, and hold it; what it gives leaves it to the next one, if there is room beside. Raises
+        `Refused` where too many wait."""
         if self._free:
             self._free -= 1
         elif len(self) >= self._room:
@@ -34,14 +36,17 @@ class Turns:
 
         def leave() -> None:
             nonlocal held
-            if held:
-                held = False
+            if held and self._beside:
+                held, self._beside = False, self._beside - 1
                 self._next()
 
         try:
             yield leave
         finally:
-            leave()
+            if held:
+                self._next()
+            else:
+                self._beside += 1
 
     async def _wait(self, caller: str) -> None:
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()

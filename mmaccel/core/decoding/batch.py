@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.decoding.generate import Speculation
+from mmaccel.core.prefill.attention import ForwardPass
 
 
 class Batch:
@@ -22,12 +24,17 @@ class Batch:
     Threads bring their sequences and wait for these; one of the threads does the rounds for all. In a round the targets that
     share a `Runner.together` take one step; a target without one, and rows of a tree, take steps of their own.
 
-    told   called with the number of sequences of each step that several may share
+    told     called with the number of sequences of each step that several may share
+    holding  gives what is held while a round lasts
     """
 
-    def __init__(self, told: Callable[[int], object] = lambda count: None) -> None:
+    def __init__(
+        self,
+        told: Callable[[int], object] = lambda count: None,
+        holding: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._together: Any = None
-        self._told = told
+        self._told, self._holding = told, holding
         self._live: list[Speculation] = []
         self._failed: dict[Speculation, Exception] = {}
         self._changed = threading.Condition()
@@ -52,7 +59,8 @@ class Batch:
             while self._leads(sequences):
                 try:
                     while not all(one.ended for one in sequences):
-                        self._round()
+                        with self._holding():
+                            self._round()
                 finally:
                     with self._changed:
                         self._led = False
@@ -90,7 +98,9 @@ class Batch:
         for together, some in shared.items():
             for one, logits in self._stepped(together, some):
                 with self._careful(one):
-                    one.take(logits)
+                    if isinstance(logits, Exception):
+                        raise logits
+                    one.take(logits[0])
         with self._changed:
             self._live = [one for one in self._live if not one.ended]
             if len(self._live) < len(live):
@@ -98,22 +108,20 @@ class Batch:
 
     def _stepped(
         self, together: Any, some: list[tuple[Speculation, Tensor]]
-    ) -> Iterator[tuple[Speculation, Tensor]]:
-        """Each sequence with the logits [n, V] of its rows."""
+    ) -> Iterator[tuple[Speculation, Tensor | Exception]]:
+        """Each sequence with the logits [1, n, V] of its rows, or what failed in it."""
         try:
             logits = together([one.target for one, _ in some], [rows for _, rows in some])
-        except Exception:
+        except Exception as error:
             if len(some) == 1:
-                with self._careful(some[0][0]):
-                    raise
+                yield some[0][0], error
                 return
             # One of them, such as a memory that finds no room to grow, is not to end the others.
             for each in some:
                 yield from self._stepped(together, [each])
             return
         self._told(len(some))
-        for (one, _), own in zip(some, logits, strict=True):
-            yield one, own[0]
+        yield from zip((one for one, _ in some), logits, strict=True)
 
     @contextmanager
     def _careful(self, one: Speculation) -> Iterator[None]:
@@ -124,6 +132,36 @@ class Batch:
             self._failed[one] = error
             one.ended = True
             one.close()
+
+
+@dataclass(frozen=True)
+class AnswersTogether:
+    """Steps of answers on streams of one model, whose `turns` these are, as one: see `Runner.together`. An answer that is
+    the only one goes by itself."""
+
+    turns: Any
+
+    def __call__(self, runners: Sequence[Any], ids: Sequence[Tensor]) -> list[Tensor | Exception]:
+        adapter, counts = runners[0].adapter, [one.shape[1] for one in ids]
+        if len(runners) == 1 or not adapter.shares:
+            return [_alone(one, own) for one, own in zip(runners, ids, strict=True)]
+        if sum(counts) > MOST:
+            half = len(runners) // 2
+            return self(runners[:half], ids[:half]) + self(runners[half:], ids[half:])
+        passes = [
+            (ForwardPass(one.adapter.attention, False, state=one.state, stream=True), count, one.live.hidden)
+            for one, count in zip(runners, counts, strict=True)
+        ]
+        rows, errors = adapter.run_each(passes, adapter.words(torch.cat(list(ids), 1)[0]))
+        logits = adapter.logits(rows)[None].split(counts, 1)
+        return [errors.get(number, own) for number, own in enumerate(logits)]
+
+
+def _alone(runner: Any, ids: Tensor) -> Tensor | Exception:
+    try:
+        return runner.step(ids)  # type: ignore[no-any-return]
+    except Exception as error:
+        return error
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ lossy     the same of a target under each lossy pruner, as it comes and without 
           captured step and one through the modules, in turns, the most memory beyond the weights, and what is held
 batch     several prompts at once through `generate`, replayed acceptance, target and draft on one device: plain steps of the
           batch beside a draft in turns and one that `in_batches` lets draft where it was measured to be faster
+together  sequences of calls of their own in steps that they share, beside one at a time (together.py)
 
 A target that fills one device and some of a second, the draft beside it there: --device cuda:0 cuda:0 cuda:0 cuda:1
 --draft-device cuda:1.
@@ -52,6 +53,7 @@ from pipeline import pipeline_part, sharded_part
 from replayed import after
 from steps import Step, run_steps
 from timing import Log, compare, measure
+from together import together_part
 
 from mmaccel.cli import answer
 from mmaccel.core.attach import accelerate, adapter_for
@@ -311,6 +313,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Step]]] = {
     "prefill": prefill_part,
     "lossy": lossy_part,
     "batch": batch_part,
+    "together": together_part,
 }
 
 

@@ -229,6 +229,22 @@ def test_a_batch_is_held_against_plain_steps_of_it(tmp_path: Path) -> None:
     assert row["always_over_plain"] < 1 and row["measured_drafts"] is False
 
 
+@pytest.mark.slow
+def test_sequences_together_are_held_against_one_at_a_time(tmp_path: Path) -> None:
+    shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
+    run(
+        *("bench/decode_gpu.py", "together", "--device", "cpu", "--layers", "1", "--shrink", "64"),
+        *("--target", shape, "--repeats", "2", "--limit", "10000", "--out", str(out)),
+    )
+    rows = [row for row in read(out) if "case" in row]
+    assert [row["sequences"] for row in rows] == [1, 2, 4, 8]
+    for row in rows:
+        assert row["case"] == "together" and len(row["agreed_tokens"]) == row["sequences"]
+        assert row["over_alone"] == row["tokens_per_s"] / row["alone_per_s"]
+    # The weights are read once for all: eight in one step take less than eight steps.
+    assert rows[-1]["step_median_s"] < 8 * rows[0]["step_median_s"]
+
+
 @pytest.mark.parametrize("shape", ["qwen2.5-vl-3b", "llava-onevision-0.5b"])
 def test_a_question_fits_its_shape(shape: str) -> None:
     """As many marks as a video has tokens, for both families: else the whole way of a prompt is no row."""

@@ -80,10 +80,12 @@ class Runner(ABC):
     """Runs one sequence on one model: a prompt, then steps forward and rollbacks, then perhaps the prompt of the next
     turn. Positions are explicit; no gradients.
 
-    lasting  another prompt may follow: what `keep` leaves out of one stays at hand
+    lasting   another prompt may follow: what `keep` leaves out of one stays at hand
+    together  runs steps of several runners as one, or None: these, ids [1, n] of each -> logits [1, n, V] or error of each
     """
 
     lasting: bool = False
+    together: Any = None
 
     @abstractmethod
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
@@ -125,8 +127,7 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models cannot do, and why: of "streams", "pruning" and "trees" (drafts that propose these, or read
-    the target's memory)."""
+    """What its models cannot do, and why: "streams", "pruning", "trees" (drafts of these, or that read its memory)."""
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:
@@ -214,7 +215,7 @@ class ModelAdapter(ABC):
         """The model saved in folder `path`, in the dtype and on the device of `like`; its outline if that is one."""
 
     def serves(self, kind: str) -> bool:
-        """Of a family whose model type is "*": whether it takes models of type `kind`, which no other family has."""
+        """Of a family whose model type is "*": whether it takes models of type `kind`, which no other has."""
         return kind in self.model_types
 
     def sampler(self, kind: type[nn.Module]) -> Any:
@@ -376,9 +377,8 @@ class ModelView:
 
     def reader(self, model: str | nn.Module) -> ModelView | None:
         """As `peer`, of a causal language model without vision; None where `model` is anything else."""
-        found = self.adapter.reader(
-            self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model), self.model
-        )
+        given = self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model)
+        found = self.adapter.reader(given, self.model)
         if found is None:
             return None
         if isinstance(model, str):

@@ -19,7 +19,7 @@ from mmaccel.core.errors import ModelError, RecipeError, nearest, shown
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVState, StreamState
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.core.prefill.attention import AttentionConfig
+from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.prefill.sparse import choose_backend
 from mmaccel.core.recipe import Recipe, check_sequences
@@ -30,6 +30,7 @@ from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, Running
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from mmaccel.core.decoding.batch import Seat
     from mmaccel.core.prefill.context import Context
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
@@ -49,6 +50,7 @@ class StreamModel(ABC):
     device: torch.device
     layer_devices: list[torch.device]
     turns: Turns
+    shares: bool = False  # whether it has `run_each`
     words_beside: tuple[int, int] = (0, 0)
     """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
     left_out: int | None = None
@@ -116,6 +118,10 @@ class StreamModel(ABC):
         called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `input_hooks`
         are called with the input [1, n, E] of the layer that each names; the number of layers names the last one's output.
         """
+
+    def run_each(self, passes: Sequence[tuple[ForwardPass, int, bool]], embeds: Tensor) -> Any:
+        """`run` of answers on several streams as one (of each pass, rows, `hidden`), and what failed, by number."""
+        raise ModelError("run_each: answers of this model share no step; run them one by one.")
 
     def running(self) -> RunningStates | None:
         """Recurrent states of a new stream, if layers have them; `run` gets them as `running`."""
@@ -219,6 +225,7 @@ class Accelerated:
 
     context: Context | None = None
     """The processes with which this one shares the rows of a prompt."""
+    seat: Seat | None = None  # of its next call of `generate`, in a batch of several calls
 
     def __init__(self, model: nn.Module, recipe: Recipe, context_mesh: DeviceMesh | None = None) -> None:
         self._outer = model
@@ -369,8 +376,7 @@ def _bound(recipe: Recipe, view: ModelView) -> Recipe:
     for pruner in filter(None, (recipe.prune, recipe.draft.pruner)):
         checked_stages(pruner, depth)
     view.adapter.check(view.model, recipe)
-    wrong = [n for n in recipe.dense_layers if n >= depth]
-    if wrong:
+    if wrong := [n for n in recipe.dense_layers if n >= depth]:
         raise RecipeError(
             f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
         )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.layer_ops import WINDOW
+from mmaccel.backends.ops.layer_ops import WINDOW, Caches
 from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import attached
 from mmaccel.core.decoding.replay import Replays
@@ -22,6 +22,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
+from mmaccel.models.fingerprint import hooked, known
 from mmaccel.models.modules import is_whole
 from mmaccel.models.step import LayerStep, Rows
 
@@ -31,14 +32,14 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 Buffers = list[tuple[Tensor, Tensor]]
 
 
-def admits(model: nn.Module, family: Any, cache: Any) -> bool:
+def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) -> bool:
     """Whether the steps of `model` after `cache` can be captured: on CUDA devices, each layer on one of them and the ends on
     one, layers that are `known`, with no module that others put or hooked in, and a memory that is written in place. A
-    pruner's hooks serve the prompt; what they do to a step is in the memory."""
+    pruner's hooks serve the prompt; what they do to a step is in the memory. `also`: types of devices that will do, too."""
     from transformers import DynamicCache
 
     kinds = {(p.device.type, p.dtype) for p in model.parameters()}
-    if any(device not in step.DEVICES for device, _ in kinds):
+    if any(device not in (*step.DEVICES, *also) for device, _ in kinds):
         return False
     owner, state = attached(model), getattr(cache, "state", None)
     # Under autocast products have another type than weights: a plain cache holds keys of one and values of the other.
@@ -51,7 +52,7 @@ def admits(model: nn.Module, family: Any, cache: Any) -> bool:
         return False
     layers: list[Any] = list(getattr(family.text(model), "layers", ()))
     activation = getattr(family.text(model).config, "hidden_act", "")
-    if not layers or not step.known(layers, activation, family):
+    if not layers or not known(layers, activation, family):
         return False
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
@@ -59,7 +60,7 @@ def admits(model: nn.Module, family: Any, cache: Any) -> bool:
     return (
         is_whole(head)
         and len({p.device for end in ends for p in end.parameters()}) == 1
-        and not step.hooked(inner)
+        and not hooked(inner)
     )
 
 
@@ -85,7 +86,7 @@ class Part:
     replays  the captures of all parts on its device
     line     [1, WINDOW] long, the numbers from 0, on its device
     layers   one after the other; a model on one device has all of them in one part
-    buffers  keys and values [B, G, capacity, D] of each layer, which are written to
+    buffers  keys and values [B, G, capacity, D] of each layer, which are written to; or `Caches` of each
     held     how each layer holds the sequence
     words    the embedding; None: hidden states come in
     ends     the last norm and the head; None: hidden states go out
@@ -96,7 +97,7 @@ class Part:
     replays: Replays
     line: Tensor
     layers: list[LayerStep]
-    buffers: Buffers
+    buffers: Sequence[tuple[Tensor | Caches, Tensor]]
     held: list[Held]
     words: Any
     ends: tuple[Any, Any] | None
@@ -237,7 +238,9 @@ class SequenceSteps:
 
     def _look(self, state: PrunedKVState, part: Part, looks: Tensor, held: int, count: int) -> None:
         """Between the layer at which a pruner glances and the next one: what a token sees of the video from there on."""
-        key = part.buffers[-1][0][:, :, : held + 1 - part.held[-1].lacks]
+        last = part.buffers[-1][0]
+        assert isinstance(last, Tensor)
+        key = last[:, :, : held + 1 - part.held[-1].lacks]
         shown = state.recall(looks, key) if count == 1 else None
         # Layers that hold the sequence alike share one.
         for one in {id(one): one for part in self.parts for one in part.held}.values():

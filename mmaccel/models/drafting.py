@@ -55,7 +55,8 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
                 raise
         decodings = [sequence.decoding for sequence in begun]
         began, before = time.perf_counter(), sum(one.ids.shape[1] for one in decodings)
-        lockstep(decodings)
+        seat = attachment.owner.seat
+        (lockstep if seat is None or seat.alone else seat.decode)(decodings)
         tokens = sum(one.ids.shape[1] for one in decodings) - before
         attachment.draft_times.drafted(columns(kwargs), time.perf_counter() - began, tokens)
     finally:
@@ -109,7 +110,8 @@ def _sequences(
     if attachment.asked("do_sample", kwargs):  # else transformers says what is wrong with more than one
         times = attachment.asked("num_return_sequences", kwargs) or 1
     if ids.shape[0] * times == 1:
-        return [(kwargs, None)]
+        seat = attachment.owner.seat
+        return [(kwargs, None if seat is None or seat.alone else seat.generator)]
     if kwargs.get("streamer") is not None:
         raise DraftError(
             "streamer: a streamer is shown one sequence; give prompts one by one, or leave it out."
@@ -211,7 +213,12 @@ class _Sequence:
             assert past is not None
         self._turn = turn = DraftTurn.of(self.cache, draft)
         self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
-        self.runner = runner_of(attachment, model, self.cache, most)
+        self.runner = runner = runner_of(attachment, model, self.cache, most)
+        if (seat := owner.seat) is not None and not seat.alone:
+            from mmaccel.models.together import StepsTogether
+
+            assert not isinstance(runner, PromptRunner)
+            runner.together = seat.batch.shared(partial(StepsTogether.of, runner))
         warped = options.do_sample or logits_processor
         prompt = Prompt(
             inputs=given if past is None else {**given, "position_ids": None},

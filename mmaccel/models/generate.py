@@ -171,7 +171,11 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         attachment.promise(kwargs, held)
     try:
         rests = draft and not streams and _draft_rests(attachment, kwargs)
-        ours = streams or (draft and not rests) or _captures(attachment, kwargs)
+        seat = attachment.owner.seat
+        if seat is not None:
+            seat.alone = _alone(attachment, kwargs) or ""
+        shares = seat is not None and not seat.alone
+        ours = streams or shares or (draft and not rests) or _captures(attachment, kwargs)
         if ours or _in_turns(attachment, kwargs):
             from mmaccel.models import drafting
 
@@ -262,6 +266,22 @@ def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     from mmaccel.models.decode import admits
 
     return admits(attachment.model, attachment.family, cache)
+
+
+def _alone(attachment: Attachment, kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call of `generate` is decoded by itself, not in steps that it shares with other calls; None: it shares them."""
+    recipe, cache, ids = attachment.owner.recipe, kwargs.get("past_key_values"), kwargs.get("input_ids")
+    if recipe.draft.active:
+        return f"draft {recipe.draft.name!r} drafts for one call at a time"
+    if not recipe.kv.sequences:
+        return f"kv {recipe.kv.name!r} opens a stream for each prompt"
+    if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
+        return "it is not one new prompt of tokens"
+    if asked := [name for name in (*DRAFT, *OUTPUTS) if wants(attachment, name, kwargs)]:
+        return f"{asked[0]} was asked for"
+    from mmaccel.models.together import why_not
+
+    return why_not(attachment.model, attachment.family, cache)
 
 
 def _nothing(attachment: Attachment, kwargs: dict[str, Any]) -> Any:

@@ -39,6 +39,7 @@ class HFRunner(Runner):
         self.delta = self._last = 0
         self._whole: tuple[dict[str, Any], Tensor] | None = None  # what enters, and positions, of all prompts
         self.steps = decode.SequenceSteps(model, family, rows) if rows else None
+        self.laid: Any = None  # where its memory lies, as `together` last saw it
         self._moved: KVState | None = None
 
     @staticmethod
@@ -139,12 +140,12 @@ class HFRunner(Runner):
     @torch.no_grad()
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         self._last = count = ids.shape[1]
+        self.laid = None
         if branches is not None and getattr(self.cache, "states", None):
             raise ModelError(f"{self.family.name}: {self.family.unable['trees']}; propose chains.")
-        if self.steps is not None:
-            if width := self.steps.width(count, branches):
-                return self.steps(self._memory(), self.delta, ids, width, branches)
-            self.settle()
+        if self.steps is not None and (width := self.steps.width(count, branches)):
+            return self.steps(self.memory(), self.delta, ids, width, branches)
+        self.settle()
         held = self.length()
         start = held + self.delta
         if branches is None:
@@ -176,7 +177,12 @@ class HFRunner(Runner):
         self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - layout.length
         self.cache.sequence = Columns(layout, torch.full((1, 1), self.delta, device=positions.device))
 
-    def _memory(self) -> KVState:
+    def stepped(self, count: int) -> None:
+        """A step of `count` rows was written to its memory, past `step`."""
+        self._last = count
+        self.memory().wrote(count)
+
+    def memory(self) -> KVState:
         """What captured steps write to: the cache's own memory, or one that takes over the columns of a plain cache."""
         if (state := getattr(self.cache, "state", None)) is not None:
             return state  # type: ignore[no-any-return]

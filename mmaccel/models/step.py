@@ -6,23 +6,24 @@ the time. Weights are the model's own. `models/decode.py` runs all layers of a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_not
+from operator import is_not
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import layer_ops
+from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.core.adapter import home_of
 from mmaccel.core.decoding.replay import Replays
-from mmaccel.core.memory.kv import CacheSlot, StreamState
+from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
-from mmaccel.models.install import PromptHook
-from mmaccel.models.modules import is_whole, normed
-from mmaccel.models.prompt_layout import windowed
+from mmaccel.models.fingerprint import ModuleFingerprint, known
+from mmaccel.models.modules import normed
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -32,6 +33,9 @@ WIDTHS = (1, 2, 4, *range(8, 65, 8))
 
 Weights = tuple[list[Tensor], list[Tensor]]
 """Weights of products that are made together, and their biases, if any."""
+
+
+Passes = Sequence[tuple[ForwardPass, int, bool]]
 
 
 class Rows(NamedTuple):
@@ -67,7 +71,7 @@ class LayerStep:
         x: Rows,
         rope: Tensor,
         columns: Tensor,
-        key: Tensor,
+        key: Tensor | Caches,
         value: Tensor,
         sees: Tensor | None = None,
         bias: Tensor | None = None,
@@ -77,21 +81,51 @@ class LayerStep:
 
         x        what enters it, B * n rows
         rope     [2, B, n, D], the cosines and sines of the rows
-        columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to
+        columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
+                 sequence has a cache of its own, `key` is all of these and `value` is not used
         sees, bias  those of `decode_attend`
         qkv      `project` of x, where a memory had to see it first; None: it is computed here
         """
+        out, query = self.look(x, rope, columns, key, value, sees, bias, qkv)
+        return self.finish(x, out), query
+
+    def look(
+        self,
+        x: Rows | None,
+        rope: Tensor,
+        columns: Tensor,
+        key: Tensor | Caches,
+        value: Tensor,
+        sees: Tensor | None = None,
+        bias: Tensor | None = None,
+        qkv: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The attention [B * n, H * D] of the rows, and their queries; x is not read where `qkv` is given."""
         if qkv is None and self.norms:
+            assert x is not None
             qkv = self.project(x)
         if qkv is None:
+            assert x is not None
             rows, gain, squares = _normed_by(x, self.before)
             eps = self.before.variance_epsilon
-            query = layer_ops.enter_rows(rows, *self.qkv, gain, squares, eps, rope, columns, key, value)
+            entered = rows, *self.qkv, gain, squares, eps, rope, columns
+            if isinstance(key, Caches):
+                query = layer_ops.enter_each(*entered, key)
+            else:
+                query = layer_ops.enter_rows(*entered, key, value)
         else:
             rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
-            query = layer_ops.rope_rows(rows, rope[0], rope[1], line, columns, key, value)
-        out = layer_ops.decode_attend(query, key, value, columns, key.shape[-1] ** -0.5, sees, bias)
-        return self.finish(x, out.transpose(1, 2).reshape(columns.numel(), -1)), query
+            turned = rows, rope[0], rope[1], line, columns
+            if isinstance(key, Caches):
+                query = layer_ops.rope_each(*turned, key)
+            else:
+                query = layer_ops.rope_rows(*turned, key, value)
+        scale = query.shape[-1] ** -0.5
+        if isinstance(key, Caches):
+            out = layer_ops.attend_each(query, key, columns, scale)
+        else:
+            out = layer_ops.decode_attend(query, key, value, columns, scale, sees, bias)
+        return out.transpose(1, 2).reshape(columns.numel(), -1), query
 
     def project(self, x: Rows) -> Tensor:
         """[R, (H + 2 G) * D]: queries, keys and values without RoPE, side by side, of rows that enter the layer."""
@@ -141,96 +175,46 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
     return Rows(*layer_ops.pass_rows(x, by[0][0], by[1], residual, norm.weight))
 
 
-def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
-    """Whether `LayerStep` computes what `layers` do: `decoder_layers` of the family, each on one device, with plain
-    linear modules; of products that are made together all have a bias, or none."""
-    return activation == "silu" and all(
-        type(layer).__name__ in family.decoder_layers
-        and getattr(layer.self_attn, "sliding_window", None) is None
-        and not windowed(layer.self_attn.config)
-        and all(is_whole(linear) for some in _together(layer) for linear in some)
-        and len({p.device for p in layer.parameters()}) == 1
-        and all(len({one.bias is None for one in some}) == 1 for some in _together(layer))
-        for layer in layers
-    )
+@contextmanager
+def _noted(errors: dict[int, Exception], seat: int) -> Iterator[None]:
+    """What fails in one memory leaves the others."""
+    try:
+        yield
+    except Exception as error:
+        errors[seat] = error
 
 
-def _together(layer: Any) -> list[list[Any]]:
-    """The seven products of a layer, each with those that are made with it."""
-    own, mlp = layer.self_attn, layer.mlp
-    return [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
-
-
-class ModuleFingerprint:
-    """Modules and all in them, as they are now: which they are, of which classes, their weights, and where these lie. Asked
-    at every pass: the host takes a tenth of the time of a walk through the modules."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        roots = list(modules)
-        self._all = [one for module in roots for one in module.modules()]
-        # Held, so that no other object comes by the identity of one of them.
-        self._held, self._mark = self._look(roots)
-
-    def same(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether `modules` and all in them are those, unchanged; values of weights may have changed in place."""
-        return self._look(modules)[1] == self._mark
-
-    def hooked(self) -> bool:
-        """Whether a hook of a forward pass acts on any of them."""
-        return hooked(self._all)
-
-    def _look(self, roots: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
-        """The roots, their children, classes and weights; and the identity of each, and where the weights lie."""
-        children, weights = zip(*map(_TABLES, self._all), strict=True)
-        tensors = [one for one in chain.from_iterable(map(dict.values, weights)) if one is not None]
-        held = [*roots, *chain.from_iterable(map(dict.values, children)), *map(type, self._all), *tensors]
-        return held, [*map(id, held), *map(Tensor.data_ptr, tensors)]
-
-
-def hooked(modules: Iterable[nn.Module]) -> bool:
-    """Whether a forward hook on any of `modules` has to run in a step. Ours for prompts need not (`PromptHook`), nor those
-    that transformers installs when `output_attentions` or `output_hidden_states` is first asked for, and never removes: a
-    step asks for neither."""
-    return any(
-        not isinstance(hook, PromptHook) and getattr(hook, "__module__", "") != _OUTPUT_HOOKS
-        for tables in filter(any, map(_HOOKS, modules))
-        for table in tables
-        for hook in table.values()
-    )
-
-
-_TABLES: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_modules", "_parameters")
-_HOOKS: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
-_OUTPUT_HOOKS = "transformers.utils.output_capturing"
+def steps_of(stream: Any) -> StreamSteps:
+    """Steps of answers on several streams of a model, one for all, as long as a stream holds it: no pass of it stands still
+    within, and what it captures outlasts a stream."""
+    turns = stream.turns
+    stream.each = found = turns.steps() or StreamSteps(stream.model, stream.family)
+    turns.steps = ref(found)
+    return found  # type: ignore[no-any-return]
 
 
 class StreamSteps:
-    """Questions and answers on the memory of a stream: what is between two layers' retrieval is one captured function, and
-    all layers of a pass of an answer, which retrieves nothing, are one."""
+    """Questions and answers on a stream: what is between two layers' retrieval is one captured function, and all layers of
+    a pass of an answer, which retrieves nothing."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family = model, family
-        self._shape = family.geometry(model)
+        self._shape, self._choices, self._known = family.geometry(model), None, False
         self._watched: ModuleFingerprint | None = None
-        self._choices: Any = None
-        self._known = False
         self._layers: list[LayerStep] = []
         self._replays = Replays(home_of(model))
-        self._angles: tuple[Tensor, Tensor] | None = None
-        self._starts: dict[int, tuple[Tensor, int]] = {}
+        # By the place of a question among those of a pass; and by layer and place.
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
+        self._starts: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._sure = False
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
     def serves(self, rows: Tensor, again: bool = False) -> bool:
         """Whether rows [n, E] are few, and the layers `known`, where the rows are, and without hooks. `again`: the rows are
         of an answer, in which the layers are looked at once."""
-        if not (again and self._sure):
-            fits = len(rows) <= WIDTHS[-1] and self._look(rows)
-            self._sure = fits and again
-            return fits
-        return len(rows) <= WIDTHS[-1]
-
-    def _look(self, rows: Tensor) -> bool:
+        self._sure = self._sure and again
+        if len(rows) > WIDTHS[-1] or self._sure:
+            return len(rows) <= WIDTHS[-1]
         layers: list[Any] = list(self._family.layers(self._model))
         if next(layers[0].parameters()).device != rows.device:
             return False
@@ -241,112 +225,171 @@ class StreamSteps:
             self._watched, self._choices = ModuleFingerprint(layers), choices
             self._known = known(layers, activation, self._family)
             self._layers = layer_steps(layers) if self._known else []
-        return self._known and not self._watched.hooked()
+        self._sure = (fits := self._known and not self._watched.hooked()) and again
+        return fits
 
     def run(
         self, run: ForwardPass, embeds: Tensor, hidden: bool, slots: list[CacheSlot] | None = None
     ) -> Tensor:
         """See `StreamModel.run`; `slots` are those of all layers, where they are known."""
-        shape, state, n, dtype = self._shape, run.state, len(embeds), embeds.dtype
-        assert isinstance(state, StreamState)
-        heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
-        width = next(rows for rows in WIDTHS if rows >= n)
-        assert self._watched is not None
-        # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
-        self._replays.under(self._watched)
-        x = room("x", (width, embeds.shape[1]), dtype)
-        x[:n], x[n:] = embeds, 0.0
         if slots is not None:
-            self._answer(slots, x)
-            return normed(self._family.text(self._model).norm, x[:n], self._family)
-        # One of each layer: memories read the queries of all layers when the pass is over.
+            return self._answer(slots, embeds)
+        out, errors = self._run([(run, len(embeds), hidden)], embeds, {})
+        for error in errors.values():
+            raise error
+        return out
+
+    def answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
+        """See `StreamModel.run_each`."""
+        errors = dict[int, Exception]()
+        for seat, (run, count, _) in enumerate(passes):
+            with _noted(errors, seat):
+                run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
+        out, errors = self._run(passes, embeds, errors)
+        for seat, (run, _, _) in enumerate(passes):
+            if seat not in errors:
+                with _noted(errors, seat):
+                    run.state.end_pass()  # type: ignore[union-attr]
+        return out, errors
+
+    def _run(
+        self, passes: Passes, embeds: Tensor, errors: dict[int, Exception]
+    ) -> tuple[Tensor, dict[int, Exception]]:
+        shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
+        heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
+        width = len(x)
+        # One of each layer: memories read the queries of all layers in the end.
         wide = width, (heads + 2 * groups) * size
         qkv = [room(("qkv", number), wide, dtype) for number in range(len(self._layers))]
         first = self._layers[0]
         self._replays(("enter", width), lambda: (qkv[0].copy_(first.project(Rows(x))),), lasting=False)
-        self._angles = None
+        self._angles.clear()
         for number in range(len(self._layers)):
-            if hidden:
-                state.ahead(number, x[None, :n])
-            columns = qkv[number][None, :n].view(1, n, -1, size).transpose(1, 2)
-            query, key, value = columns.split([heads, groups, groups], 1)
-            state.append(number, key, value)
-            slot = state.write_slot(number, query)
-            if slot is None:
-                attended = room("attended", (width, heads * size), dtype)
-                out = run.attend(number, query, key, value, size**-0.5)
-                attended[:n] = out.transpose(1, 2).reshape(n, -1)
+            end, whole = 0, False
+            attended = room("attended", (width, heads * size), dtype)
+            for seat, (run, count, hidden) in enumerate(passes):
+                rows = slice(end, end := end + count)
+                if seat in errors:
+                    continue
+                with _noted(errors, seat):
+                    state = run.state
+                    assert isinstance(state, StreamState)
+                    if hidden:
+                        state.ahead(number, x[None, rows])
+                    columns = qkv[number][None, rows].view(1, count, -1, size).transpose(1, 2)
+                    query, key, value = columns.split([heads, groups, groups], 1)
+                    state.append(number, key, value)
+                    slot = state.write_slot(number, query)
+                    if slot is None:
+                        out = run.attend(number, query, key, value, size**-0.5)
+                        attended[rows] = out.transpose(1, 2).reshape(count, -1)
+                    elif len(passes) == 1:
+                        self._whole(number, slot, x, qkv)
+                        whole = True
+                    else:
+                        self._look(number, seat, slot, rows, qkv[number], attended)
+            if len(errors) == len(passes):
+                break
+            if not whole:
                 self._replays((number, width), partial(self._rest, number, x, attended, qkv))
-            else:
-                self._whole(number, slot, x, qkv)
-        return normed(self._family.text(self._model).norm, x[:n], self._family)
+        return normed(self._family.text(self._model).norm, x[:n], self._family), errors
 
-    def _answer(self, slots: list[CacheSlot], x: Tensor) -> None:
-        """All layers, on rows x. What they share, angles and the column that rows are written to, is sent once."""
+    def _entered(self, embeds: Tensor) -> Tensor:
+        """[width, E] what enters the first layer: `embeds` [n, E], filled up."""
+        assert self._watched is not None
+        # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
+        self._replays.under(self._watched)
+        n, width = len(embeds), next(rows for rows in WIDTHS if rows >= len(embeds))
+        x = self._replays.room("x", (width, embeds.shape[1]), embeds.dtype)
+        x[:n], x[n:] = embeds, 0.0
+        return x
+
+    def _answer(self, slots: list[CacheSlot], embeds: Tensor) -> Tensor:
+        """All layers. What they share, angles and the column that rows are written to, is sent once."""
+        x = self._entered(embeds)
         layers, count, room = self._layers, len(x), self._replays.room
         angles = {id(slot.angles): slot.angles for slot in slots}
-        begins = {slot.column: n for n, slot in enumerate({slot.column: slot for slot in slots}.values())}
+        begins = list(dict.fromkeys(slot.column for slot in slots))
         turned = [list(angles).index(id(slot.angles)) for slot in slots]
-        wrote = [begins[slot.column] for slot in slots]
+        wrote = [begins.index(slot.column) for slot in slots]
         sizes = (2, 1, count, self._shape.head_dim)
         ropes = [room(("rope", n), sizes, x.dtype) for n in range(len(angles))]
         for rope, pair in zip(ropes, angles.values(), strict=True):
             for place, angle in zip(rope, pair, strict=True):
                 place[:, : angle.shape[2]] = angle[0]
-        starts = room("starts", (len(begins), 1, 1), torch.long)
-        if len(begins) == 1:
-            starts.fill_(slots[0].column)
-        else:
-            starts.copy_(torch.tensor(list(begins)).view(-1, 1, 1), non_blocking=True)
-        known = [(n, slot.bias) for n, slot in enumerate(slots) if slot.bias is not None]
-        biases = {n: room(("bias", n), tuple(one.shape), one.dtype) for n, one in known}
+        starts = [room(("from", n), (1, 1), torch.long).fill_(column) for n, column in enumerate(begins)]
+        biased = [(n, slot.bias) for n, slot in enumerate(slots) if slot.bias is not None]
+        biases = {n: room(("bias", n), tuple(one.shape), one.dtype) for n, one in biased}
         if biases:
-            torch._foreach_copy_(list(biases.values()), [one for _, one in known])
+            torch._foreach_copy_(list(biases.values()), [one for _, one in biased])
         sides = [side for slot in slots for side in (slot.key, slot.value)]
         if len(self._sides) != len(sides) or any(map(is_not, self._sides, sides)):
             self._sides, self._lie = sides, tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
 
         def work() -> tuple[Tensor, ...]:
-            rows, line = Rows(x), layers[0].line[:, :count]
-            columns = [start + line for start in starts]
+            rows, columns = Rows(x), [start + layers[0].line[:, :count] for start in starts]
             for n, (layer, slot) in enumerate(zip(layers, slots, strict=True)):
-                where = ropes[turned[n]], columns[wrote[n]]
-                rows, _ = layer(rows, *where, slot.key, slot.value, None, biases.get(n))
+                where = ropes[turned[n]], columns[wrote[n]], slot.key, slot.value
+                rows, _ = layer(rows, *where, None, biases.get(n))
             x.copy_(rows.rows)
             return ()
 
         shapes = tuple((n, one.shape) for n, one in biases.items())
         self._replays(("answer", count, tuple(turned), tuple(wrote), shapes), work, at=self._lie)
+        return normed(self._family.text(self._model).norm, x[: len(embeds)], self._family)
 
     def _rest(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
         return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv)
 
     def _whole(self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor]) -> None:
-        layer, count, room = self._layers[number], len(x), self._replays.room
-        rope = room("rope", (2, 1, count, self._shape.head_dim), x.dtype)
-        # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up
-        # are turned by something, too: their keys are hidden, but have to be numbers.
-        if slot.angles is not self._angles:
-            self._angles = slot.angles
-            for place, angle in zip(rope, slot.angles, strict=True):
-                place[:, : angle.shape[2]] = angle[0]
-        start = room(("start", number), (1, 1), torch.long)
-        last, column = self._starts.get(number, (None, None))
-        # Another room may have come to lie where the last one lay.
-        if last is not start or column != slot.column:
-            start.fill_(slot.column)
-            self._starts[number] = start, slot.column
-        key, value, bias = slot.key, slot.value, slot.bias
-        lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
-        if bias is not None:
-            bias = room("bias", tuple(bias.shape), bias.dtype).copy_(bias)
+        layer, count = self._layers[number], len(x)
+        rope, start, bias, at = self._looking(number, 0, slot, count, x.dtype)
+        key, value = slot.key, slot.value
 
         def work() -> tuple[Tensor, ...]:
             columns = start + layer.line[:, :count]
             left, _ = layer(Rows(x), rope, columns, key, value, None, bias, qkv[number])
             return self._leave(number, left, x, qkv)
 
-        self._replays((number, count, "slot"), work, at=(lies, None if bias is None else bias.shape))
+        self._replays((number, count, "slot"), work, at=at)
+
+    def _look(
+        self, number: int, seat: int, slot: CacheSlot, rows: slice, qkv: Tensor, attended: Tensor
+    ) -> None:
+        """The attention of the rows of one question of several, to its rows of `attended`."""
+        layer, count = self._layers[number], rows.stop - rows.start
+        rope, start, bias, at = self._looking(number, seat, slot, count, qkv.dtype)
+        key, value = slot.key, slot.value
+
+        def work() -> tuple[Tensor, ...]:
+            columns = start + layer.line[:, :count]
+            attended[rows] = layer.look(None, rope, columns, key, value, None, bias, qkv[rows])[0]
+            return ()
+
+        self._replays((number, len(qkv), rows.start, count, "look"), work, at=at)
+
+    def _looking(
+        self, number: int, seat: int, slot: CacheSlot, count: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+        """Angles, first column and bias of the rows of a question, in rooms that captures read; and where its cache lies."""
+        room = self._replays.room
+        rope = room(("rope", seat), (2, 1, count, self._shape.head_dim), dtype)
+        # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up
+        # are turned by something, too: their keys are hidden, but have to be numbers.
+        if slot.angles is not self._angles.get(seat):
+            self._angles[seat] = slot.angles
+            for place, angle in zip(rope, slot.angles, strict=True):
+                place[:, : angle.shape[2]] = angle[0]
+        start = room(("start", number, seat), (1, 1), torch.long)
+        last, column = self._starts.get((number, seat), (None, None))
+        # Another room may have come to lie where the last one lay.
+        if last is not start or column != slot.column:
+            start.fill_(slot.column)
+            self._starts[number, seat] = start, slot.column
+        key, value, bias = slot.key, slot.value, slot.bias
+        lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
+        bias = None if bias is None else room(("bias", seat), tuple(bias.shape), bias.dtype).copy_(bias)
+        return rope, start, bias, (lies, None if bias is None else bias.shape)
 
     def _leave(self, number: int, left: Rows, x: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
         """The rows that leave layer `number` go to x, and their projections to where the next layer's memory sees them."""

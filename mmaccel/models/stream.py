@@ -102,8 +102,7 @@ class StreamPasses:
         """The places of what the recipe's pruner leaves of units at `made`."""
         if self.thins is None:
             return made
-        words = sum(self.words_beside)
-        tokens = made.tokens - words
+        tokens = made.tokens - (words := sum(self.words_beside))
         left = left_of(self.thins, tokens)
         self.left_out = tokens * self.thins.group - left
         return made.anew(left + words)
@@ -164,6 +163,14 @@ class StreamPasses:
                 **more,
             )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @property
+    def shares(self) -> bool:  # type: ignore[override]
+        return step.steps_of(self).serves(torch.empty(1, 0, device=self.device))
+
+    def run_each(self, passes: Any, embeds: Tensor) -> Any:
+        with self.busy():
+            return step.steps_of(self).answers(passes, embeds)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -249,8 +256,6 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         self.processor = processor
         self._units: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
 
-    # Pixels.
-
     def clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
@@ -292,8 +297,6 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         from mmaccel.media.preprocess import resize
 
         return resize(frames, size)
-
-    # Text.
 
     def head(self) -> Tensor:
         return self._template[0]
@@ -341,8 +344,6 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
 
     def decode(self, ids: Tensor) -> str:
         return str(self.processor.decode(ids.tolist()))
-
-    # Positions.
 
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         inputs, head, unit, text = self._positions(size, fps, 1)

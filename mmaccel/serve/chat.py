@@ -91,6 +91,7 @@ def _ours(done: Completion) -> dict[str, Any]:
         "recipe": done.recipe,
         "finish_reason": done.finish_reason,
         "ttft_s": done.ttft_s,
+        "alone": done.alone or None,
         "evidence": done.evidence,
         "report": report,
     }

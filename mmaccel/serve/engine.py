@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import queue
 import tempfile
@@ -11,7 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from mmaccel.core.attach import Accelerated, accelerate
+from mmaccel.core.decoding.batch import Batch, Seat
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
@@ -28,6 +28,7 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.live import ended_with, threaded
 from mmaccel.media.video import Video
 from mmaccel.models import load_processor
+from mmaccel.models.together import sharing
 from mmaccel.serve import sources
 from mmaccel.serve.kept import Kept, KeptVideos
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
@@ -46,7 +47,7 @@ CHECK_S = 0.1
 @dataclass(frozen=True)
 class Completion:
     """An answer, and what it took; `finish_reason` is ours, as `core.decoding.generate.Answer` has it. `ttft_s` counts from
-    the request on: waiting, and reading its video, too."""
+    the request on: waiting, and reading its video, too. `alone`: why no step of it served other answers too."""
 
     text: str
     finish_reason: str
@@ -56,11 +57,13 @@ class Completion:
     report: Mapping[str, Any] = field(repr=False)
     evidence: list[dict[str, Any]] | None = None
     ttft_s: float | None = None
+    alone: str = ""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request under way: its recipe, its sources, the tokens of an answer at most, and what gets the pieces of text."""
+    """A request under way: its recipe, its sources, the tokens of an answer at most, and what gets the pieces of text;
+    `joined` is to be called when its prompt is read, and others may have theirs read."""
 
     request: ChatRequest
     recipe: str
@@ -68,6 +71,7 @@ class Asked:
     most: int
     put: Put
     deadline: Deadline
+    joined: Callable[[], object]
 
 
 class Engine:
@@ -92,8 +96,9 @@ class Engine:
         self.processor = load_processor(processor, special_tokens=False, like=model)
         self.recipes, self.metrics = dict(recipes), metrics or Metrics()
         self.default = next(iter(self.recipes))
-        self.turns = Turns(settings.limits.at_once, settings.limits.waiting)
+        self.turns = Turns(settings.limits.at_once, settings.limits.waiting, settings.limits.together)
         self.metrics.waiting.set_function(self.turns.__len__)
+        self.batch = Batch(self.metrics.together.observe)
         self.kept = KeptVideos(settings.limits, self.metrics)
         self._fetching: dict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, settings.limits.fetching)
@@ -136,8 +141,10 @@ class Engine:
         name, most = self.recipe(request.model, request.mmaccel.recipe), self._checked(request)
         with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
             fetched = await self._fetched(request, caller, Path(folder), deadline)
-            asked = Asked(request, name, fetched, most, told, deadline)
-            async with self.turns.turn(caller):
+            loop = asyncio.get_running_loop()
+            async with self.turns.turn(caller) as leave:
+                joined = partial(loop.call_soon_threadsafe, leave)
+                asked = Asked(request, name, fetched, most, told, deadline, joined)
                 try:
                     done = await self._done(asked, caller)
                 except Refused as error:
@@ -149,6 +156,7 @@ class Engine:
         figures = done.report["tokens_per_s"], done.new_tokens, done.report["draft"]
         ttft_s = first[0] if first else None
         self.metrics.answered(ttft_s, *figures)
+        self.metrics.alone.inc(bool(done.alone))
         return replace(done, ttft_s=ttft_s)
 
     def _checked(self, request: ChatRequest) -> int:
@@ -256,6 +264,8 @@ class Engine:
             left = max(0.01, asked.deadline.left() or 0.0)
             reply = kept.session.ask(question, asked.most, timeout=left, evidence=wanted.evidence)
             async for piece in reply:
+                if not (text or kept.recipe.draft.active):
+                    asked.joined()
                 text += piece
                 if said := cutter.grown(text):
                     asked.put(said)
@@ -278,11 +288,19 @@ class Engine:
         inputs = self.processor.chat(self._content(asked), device=place.device, dtype=place.dtype)
         deadline.check()
         how = {"max_new_tokens": asked.most, "max_time": deadline.left(), **request.options()}
-        # Random numbers are the process's own: one draws at a time, and a seed gives the same again.
-        drawing = nullcontext() if request.greedy else self._draws(deadline)
-        with drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
-            if request.seed is not None:
-                torch.manual_seed(request.seed)
+        with ExitStack() as drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
+
+            def joined() -> None:
+                drawing.close()
+                asked.joined()
+
+            fast.seat = seat = Seat(self.batch, joined=joined)
+            if not request.greedy:
+                # An answer decoded alone draws the process's own random numbers, one answer at a time.
+                drawing.enter_context(self._draws(deadline))
+                seed = torch.seed() if request.seed is None else request.seed
+                torch.manual_seed(seed)
+                seat.generator = torch.Generator(place.device).manual_seed(seed)
             fast.generate(**inputs, streamer=speech, stopping_criteria=[speech.ended], **how)
             report = fast.report().to_dict()
         over = deadline.over()
@@ -294,8 +312,8 @@ class Engine:
             reason = "stop"
         else:
             reason = "length" if len(speech.ids) >= asked.most else over or "positions"
-        rows = inputs["input_ids"].shape[1]
-        return Completion(speech.cutter.said, reason, rows, len(speech.ids), asked.recipe, report)
+        rows, said = inputs["input_ids"].shape[1], speech.cutter.said
+        return Completion(said, reason, rows, len(speech.ids), asked.recipe, report, alone=seat.alone)
 
     def _content(self, asked: Asked) -> list[dict[str, Any]]:
         """The messages as `Processor.chat` takes them."""
@@ -331,10 +349,10 @@ class Engine:
 
     @contextmanager
     def _copy_of(self, name: str, deadline: Deadline) -> Iterator[Accelerated]:
-        """The model under a recipe, for one call. A recipe has as many copies as calls run at once; with a draft, one.
+        """The model under a recipe, for one call. A recipe has as many copies as calls there are; with a draft, one.
         Raises `Ended` where none is free by the deadline."""
         recipe, idle = self.recipes[name], self._idle[name]
-        most = 1 if recipe.draft.active else self.settings.limits.at_once
+        most = 1 if recipe.draft.active else self.turns.most
         fast = None
         while fast is None:
             deadline.check()
@@ -380,9 +398,3 @@ class Engine:
         for idle in self._idle.values():
             while not idle.empty():
                 idle.get().detach()
-
-
-def sharing(model: nn.Module) -> nn.Module:
-    """A copy of the modules of `model` over the same weights."""
-    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo)

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+STEPS = (1, 2, 4, 8, 16, 32)
 PACES = (1, 5, 10, 25, 50, 100, 200, 400, 800)
 
 
@@ -30,6 +31,8 @@ class Metrics:
         self.first = histogram("first_token_seconds", "From the request to the first token.", SECONDS)
         self.pace = histogram("tokens_per_second", "Tokens a second after the first, of each answer.", PACES)
         self.prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self.together = histogram("answers_per_step", "Answers that one step of the model decoded.", STEPS)
+        self.alone = counter("alone_answers", "Answers that shared no step with others.")
         self.tokens = counter("new_tokens", "Tokens of answers.")
         self.drafted = counter("drafted_tokens", "Tokens that drafts proposed.")
         self.accepted = counter("accepted_tokens", "Of these, tokens that were kept.")

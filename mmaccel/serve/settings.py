@@ -32,7 +32,8 @@ class Limits:
     frames          of a video, or in one call of a stream; `visuals` videos and images of a request
     pixels          of a frame; `video_seconds` of a video; `decoded_bytes` of the frames of a request together
     text            characters of all messages; `new_tokens` of an answer; `seconds` that a request may take
-    at_once         requests that the model works on; `waiting` for their turn; `fetching` sources of one caller
+    at_once         requests that the model works on, beside at most `together` whose prompts are read and whose answers are
+                    decoded in steps that they share; `waiting` for their turn; `fetching` sources of one caller
     sessions        streams of all callers; `own_sessions` of one; they close after `idle_seconds` without a request
     memory_bytes    of the memories of all streams, on all devices and disks; `saves` of one caller, of `saved_bytes`
     sockets         of one caller; a message, and the frames that wait, have at most `message_bytes`
@@ -57,6 +58,7 @@ class Limits:
     new_tokens: int = 4096
     seconds: float = 600.0
     at_once: int = 2
+    together: int = 16
     waiting: int = 1024
     fetching: int = 4
     sessions: int = 64

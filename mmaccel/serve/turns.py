@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from mmaccel.serve.settings import Refused
 
 
 class Turns:
-    """At most `most` at once; of those that wait, at most `waiting`, each caller's first in rotation."""
+    """At most `first` at once, and `beside` these that have left their turn and go on, `most` in all; of those that wait, at
+    most `waiting`, each caller's first in rotation."""
 
-    def __init__(self, most: int, waiting: int) -> None:
-        self._free, self._room = most, waiting
+    def __init__(self, first: int, waiting: int, beside: int = 0) -> None:
+        self._free, self._room, self._beside, self.most = first, waiting, beside, first + beside
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -22,18 +23,30 @@ class Turns:
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
-    async def turn(self, caller: str) -> AsyncIterator[None]:
-        """Wait for a turn of `caller`, and hold it. Raises `Refused` where too many wait."""
+    async def turn(self, caller: str) -> AsyncIterator[Callable[[], None]]:
+        """Wait for a turn of `caller`, and hold it; what it gives leaves it to the next one, if there is room beside. Raises
+        `Refused` where too many wait."""
         if self._free:
             self._free -= 1
         elif len(self) >= self._room:
             raise Refused(429, f"{self._room} requests wait already; try again later.", "busy")
         else:
             await self._wait(caller)
+        held = True
+
+        def leave() -> None:
+            nonlocal held
+            if held and self._beside:
+                held, self._beside = False, self._beside - 1
+                self._next()
+
         try:
-            yield
+            yield leave
         finally:
-            self._next()
+            if held:
+                self._next()
+            else:
+                self._beside += 1
 
     async def _wait(self, caller: str) -> None:
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()

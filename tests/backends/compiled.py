@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.clusters import Late, Lists, Own
+from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
 from mmaccel.backends.triton import decode, pointwise, stream
 from mmaccel.backends.triton.prefill import attend, estimate, hopper_launch, lists
@@ -177,6 +178,18 @@ def decoded(n: int, dtype: torch.dtype = BF16, size: int = 128, tree: bool = Fal
     decode.decode_attend(query, cache, cache, zeros(1, n), 0.1, zeros(n) if tree else None)
 
 
+def each(n: int, dtype: torch.dtype = BF16) -> None:
+    """The same of eight sequences with a cache each; they are entered in bfloat16, turned alone elsewhere."""
+    query, home, columns = blank(8, n, 28, 128, dtype=dtype), blank(1, 4, 1, 128, dtype=dtype), zeros(8, n)
+    caches = Caches((), home, zeros(8, 4))
+    decode.attend_each(query.transpose(1, 2), caches, columns, 0.1)
+    weight, turn = [blank(w, E) for w in WEIGHTS["qkv"]], blank(2, 8, n, 128, dtype=dtype)
+    if dtype == BF16:
+        some = blank(8 * n, E), weight, [], None, squares(8 * n), 1e-6
+        decode.enter_each(*some, turn, columns, caches)
+    decode.rope_each(blank(8, n, 36 * 128, dtype=dtype), *turn, columns, columns, caches)
+
+
 WEIGHTS = {"qkv": [E, 512, 512], "o": [E], "up": [WIDE] * 2, "down": [E]}
 
 
@@ -316,6 +329,9 @@ WAYS: dict[str, Callable[[], None]] = {
     "decode fp32": partial(decoded, 1, torch.float32),
     "decode 80": partial(decoded, 1, size=80),
     "decode tree": partial(decoded, 6, tree=True),
+    "decode each 1": partial(each, 1),
+    "decode each 4": partial(each, 4),
+    "decode each fp32": partial(each, 1, torch.float32),
     "decode turn": turned,
     **{
         f"project {make.__name__} {kind} {count}": partial(make, count, kind)

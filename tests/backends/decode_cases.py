@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.layer_ops import WINDOW, decode_attend, enter_rows, project_rows, rope_rows
+from mmaccel.backends.ops.layer_ops import (
+    WINDOW,
+    Caches,
+    attend_each,
+    decode_attend,
+    enter_each,
+    enter_rows,
+    project_rows,
+    rope_each,
+    rope_rows,
+)
 from mmaccel.backends.triton import decode
 
 from .oracle import budget
@@ -89,6 +99,84 @@ def test_rows_and_groups(n: int, heads: tuple[int, int]) -> None:
 def test_sequences_of_their_own_lengths() -> None:
     columns = torch.tensor([[2, 3], [120, 121], [0, 1], [64, 65]])
     check(columns, 130, splits=4, block_n=16)
+
+
+def apart(lengths: list[int], groups: int, size: int, dtype: torch.dtype) -> Caches:
+    """A cache for each sequence: of unlike capacities, and wherever they come to lie; what lies behind is NaN."""
+    pairs, home = [], torch.zeros(1, groups, 1, size, device=DEVICE, dtype=dtype)
+    for b, length in enumerate(lengths):
+        pair = (drawn(1, groups, length + 16 * b + 8, size, dtype=dtype, seed=9 * b + i) for i in range(2))
+        pairs.append(tuple(x.clone() for x in pair))
+        for x in pairs[-1]:
+            x[:, :, length:] = torch.nan
+    table = [
+        [n for x in pair for n in ((x.data_ptr() - home.data_ptr()) // x.element_size(), x.stride(1))]
+        for pair in pairs
+    ]
+    return Caches(pairs, home, torch.tensor(table, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [16, 64, 80])
+def test_each_sequence_over_a_cache_of_its_own(size: int, dtype: torch.dtype) -> None:
+    """Bit for bit what the kernel gives of each by itself, cut into as many pieces, and what the plain form is near to."""
+    columns = torch.tensor([[2, 3], [120, 121], [0, 1], [64, 65]], device=DEVICE)
+    query = drawn(4, 2, 14, size, dtype=dtype).transpose(1, 2)
+    caches = apart([4, 122, 2, 66], 2, size, dtype)
+    out = decode.decode_attend(
+        query, caches.home, caches.home, columns, size**-0.5, splits=4, table=caches.table
+    )
+    for b, pair in enumerate(caches.pairs):
+        own = query[b : b + 1], *pair, columns[b : b + 1], size**-0.5
+        assert torch.equal(out[b : b + 1], decode.decode_attend(*own, splits=4))
+    exact, allowed = budget_of_each(query, caches, columns, size)
+    for found in (decode.attend_each(query, caches, columns, size**-0.5), out):
+        assert float((found.double() - exact).abs().max()) <= allowed
+    said = attend_each.plain(query, caches, columns, size**-0.5)
+    assert float((said.double() - exact).abs().max()) <= allowed
+
+
+def budget_of_each(query: Tensor, caches: Caches, columns: Tensor, size: int) -> tuple[Tensor, float]:
+    found = [
+        budget(
+            query[b : b + 1],
+            *(x.nan_to_num() for x in pair),
+            mask_of(columns[b : b + 1], pair[0].shape[2], None),
+            size**-0.5,
+        )
+        for b, pair in enumerate(caches.pairs)
+    ]
+    return torch.cat([exact for exact, _ in found]), max(allowed for _, allowed in found)
+
+
+@pytest.mark.parametrize("size", [16, 80])
+def test_each_writes_to_a_cache_of_its_own(size: int) -> None:
+    """By the kernel that turns rows, and by the one that makes them too, as the plain forms do."""
+    lengths, heads, K = [4, 122, 2], (4, 2), 96
+    columns = torch.tensor([[length - 2, length - 1] for length in lengths], device=DEVICE)
+    turn, x = drawn(2, 3, 2, size), drawn(6, K, seed=1)
+    weight = [drawn(h * size, K, seed=i) / 10 for i, h in enumerate((heads[0], heads[1], heads[1]))]
+    rows, places = project_rows.plain(x, weight, []).view(3, 2, -1), torch.arange(2).expand(3, -1)
+    want, ours = (apart(lengths, heads[1], size, torch.float32) for _ in range(2))
+    said = rope_each.plain(rows, *turn, places.to(DEVICE), columns, want)
+    found = decode.rope_each(rows, *turn, places.to(DEVICE), columns, ours)
+    for b, pair in enumerate(want.pairs):
+        alone = [torch.full_like(one, torch.nan) for one in pair]
+        own = rows[b : b + 1], turn[0, b : b + 1], turn[1, b : b + 1], places[b : b + 1].to(DEVICE)
+        torch.testing.assert_close(
+            said[b : b + 1], rope_rows.plain(*own, columns[b : b + 1], *alone), rtol=0, atol=0
+        )
+    torch.testing.assert_close(found, said)
+    made = apart(lengths, heads[1], size, torch.float32)
+    entered = decode.enter_each(x, weight, [], None, None, 0.0, turn, columns, made)
+    torch.testing.assert_close(entered, said, rtol=1e-4, atol=1e-4)
+    for some in (ours, made):
+        for own, right in zip(some.pairs, want.pairs, strict=True):
+            for a, b in zip(own, right, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
+    plain = apart(lengths, heads[1], size, torch.float32)
+    again = enter_each.plain(x, weight, [], None, None, 0.0, turn, columns, plain)
+    torch.testing.assert_close(again, said, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("m", [4, 6, 40, 64])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmaccel.models.step import ModuleFingerprint
+from mmaccel.models.fingerprint import ModuleFingerprint
 
 
 class Other(nn.Linear):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.serve.engine import sharing
+from mmaccel.models.together import sharing
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import Turns
 from tests.media.films import write_film
@@ -196,7 +196,7 @@ def without_end() -> Any:
     return model
 
 
-@pytest.mark.parametrize("recipe", ["fastv", "mosaic", "stream"])
+@pytest.mark.parametrize("recipe", ["dense", "fastv", "mosaic", "stream"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_that_leaves_ends_its_answer(unending: Served, recipe: str, streamed: bool) -> None:
     """The model is left long before the answer would have ended, and is free for others."""
@@ -219,6 +219,7 @@ def test_a_client_that_leaves_ends_its_answer(unending: Served, recipe: str, str
         one.close()
         eventually(lambda: served.engine.turns._free == served.engine.settings.limits.at_once, 8)
         eventually(lambda: not any(one.busy for one in streams._open.values()), 8)
+        eventually(lambda: not len(served.engine.batch), 8)
         assert len(tokens) < 600
     finally:
         served.engine.processor.decode = decode
@@ -263,7 +264,7 @@ def test_out_of_memory_in_one_request_leaves_the_others(
             [video(frames_url(frames)), text()], max_tokens=2, mmaccel={"recipe": recipe}
         )
 
-    asked = [(frames, recipe) for recipe in ("fastv", "mosaic") for frames in (3, bad, 4)]
+    asked = [(frames, recipe) for recipe in ("fastv", "mosaic", "dense") for frames in (3, bad, 4)]
     threads = [threading.Thread(target=ask, args=(n, *one)) for n, one in enumerate(asked)]
     for one in threads:
         one.start()
@@ -286,7 +287,7 @@ def test_out_of_memory_in_one_request_leaves_the_others(
 
 def test_a_request_ends_with_its_time() -> None:
     with running(Settings(limits=Limits(seconds=0.6)), model=without_end()) as served:
-        for recipe in ("fastv", "mosaic"):
+        for recipe in ("fastv", "mosaic", "dense"):
             began = time.monotonic()
             words = [video(frames_url(3)), text()]
             answer = served.chat(words, max_tokens=3000, mmaccel={"recipe": recipe})

@@ -9,6 +9,7 @@ Products of a few rows are a matter of reading the weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -223,3 +224,63 @@ def enter_rows(
     places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
     # Where the products are PyTorch's, what turns is a kernel still: one for a dozen.
     return rope_rows.direct(rows, turn[0], turn[1], places, columns, key, value)
+
+
+@dataclass(frozen=True, eq=False)
+class Caches:
+    """The caches of B sequences at one layer, each in buffers of its own.
+
+    pairs  keys and values [1, G, capacity, D] of each, for the plain form; the columns of a head lie one behind the other
+    home   [1, G, 1, D], from whose first element the kernels count, and which says sizes and type
+    table  [B, 4] long on the device: how many elements from there on the keys of each sequence begin, and how far its heads
+           lie apart; the same of its values. All are multiples of `ALIGNED`
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    home: Tensor
+    table: Tensor
+
+
+ALIGNED = 8
+"""Elements that a kernel loads at a time from caches whose places it reads from a table."""
+
+
+@operator("decode", serves=runs_triton_in_float32)
+def attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) -> Tensor:
+    """`decode_attend` of query [B, H, n, D], each sequence over a cache of its own; columns [B, n] as there."""
+    found = []
+    for b, (key, value) in enumerate(caches.pairs):
+        length = int(columns[b, -1]) + 1  # beside a device this form does not run: nothing waits
+        own = query[b : b + 1], key[:, :, :length], value[:, :, :length], columns[b : b + 1]
+        found.append(decode_attend.plain(*own, scale))
+    return torch.cat(found)
+
+
+@operator("decode", serves=runs_triton_in_float32)
+def rope_each(
+    rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, caches: Caches
+) -> Tensor:
+    """`rope_rows` of rows [B, n, (H + 2 G) * D], written to a cache of its own for each sequence."""
+    found = []
+    for b, (key, value) in enumerate(caches.pairs):
+        row, c, s, place, column = (one[b : b + 1] for one in (rows, cos, sin, places, columns))
+        found.append(rope_rows.plain(row, c, s, place, column, key, value))
+    return torch.cat(found)
+
+
+@operator("decode", serves=reads_weights)
+def enter_each(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    gain: Tensor | None,
+    squares: Tensor | None,
+    eps: float,
+    turn: Tensor,
+    columns: Tensor,
+    caches: Caches,
+) -> Tensor:
+    """`enter_rows` of x [B * n, K], written to a cache of its own for each sequence."""
+    rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
+    places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
+    return rope_each.direct(rows, turn[0], turn[1], places, columns, caches)

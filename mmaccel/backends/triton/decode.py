@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.layer_ops import WINDOW
+from mmaccel.backends.ops.layer_ops import ALIGNED, WINDOW
 from mmaccel.backends.triton.launch_args import lines
 from mmaccel.backends.triton.pointwise import rms_norm_kernel
 
@@ -52,13 +52,28 @@ def _pieces(columns, b, n, SPLITS, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
     return length, tiles, tl.minimum(SPLITS, tl.cdiv(tiles, LEAST))
 
 
+@triton.jit
+def _begins(table, b, which: tl.constexpr, head, lines, mask, EACH: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the keys (`which` 0) or values (1) of a head of sequence `b` begin. Under EACH every sequence has a cache of its
+    own, whose place the table tells (`ops.layer_ops.Caches`)."""
+    if EACH:
+        at = tl.where(mask, b, 0) * 4 + 2 * which
+        begin = tl.load(table + at) + head * tl.load(table + at + 1)
+        # Loads are wide only from places that are known to be even.
+        begin = tl.multiple_of(begin, ALIGNED)
+    else:
+        begin = b * lines[0] + head * lines[1]
+    return begin
+
+
 @triton.jit(do_not_specialize=["n", "biased"])
 def piece_kernel(
-    query, key, value, columns, sees, bias, part, lse, scale, n, biased, query_lines, key_lines,
+    query, key, value, columns, sees, bias, table, part, lse, scale, n, biased, query_lines, key_lines,
     value_lines,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr, TREE: tl.constexpr,
-    BIAS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of all heads of a key/value head, over one piece of the columns; row r is head r % GROUP of new row r // GROUP.
     Under BIAS the first `biased` columns have one. `lines` are strides, as `launch_args.lines` gives them.
@@ -79,8 +94,8 @@ def piece_kernel(
     source = query + b.to(tl.int64) * query_lines[0] + (head * query_lines[1] + i * query_lines[2])[:, None]
     q = tl.load(source + d[None, :], mask=mine[:, None] & wide[None, :], other=0.0)
     own = tl.load(columns + b * n + i, mask=mine, other=-1).to(tl.int32)
-    key += b.to(tl.int64) * key_lines[0] + g.to(tl.int64) * key_lines[1]
-    value += b.to(tl.int64) * value_lines[0] + g.to(tl.int64) * value_lines[1]
+    key += _begins(table, b.to(tl.int64), 0, g.to(tl.int64), key_lines, True, EACH, ALIGNED)
+    value += _begins(table, b.to(tl.int64), 1, g.to(tl.int64), value_lines, True, EACH, ALIGNED)
     bits = tl.load(sees + i, mask=mine & TREE, other=0)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -144,8 +159,11 @@ def merge_kernel(
     tl.store(out + d, answer.to(out.dtype.element_ty), mask=d < D)
 
 
-def decode_attend(query, key, value, columns, scale, sees=None, bias=None, *, splits=None, block_n=None):
-    """See `ops.layer_ops.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys."""
+def decode_attend(
+    query, key, value, columns, scale, sees=None, bias=None, *, splits=None, block_n=None, table=None
+):
+    """See `ops.layer_ops.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys. `table` is
+    that of `attend_each`."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
@@ -165,11 +183,11 @@ def decode_attend(query, key, value, columns, scale, sees=None, bias=None, *, sp
     columns = columns.contiguous()
     piece_kernel[(splits, B * G, tiles)](
         query, key, value, columns, columns if sees is None else sees.contiguous(),
-        lse if bias is None else bias.contiguous(), part, lse, scale, n,
-        0 if bias is None else len(bias), lines(query), lines(key), lines(value),
+        lse if bias is None else bias.contiguous(), columns if table is None else table, part, lse, scale,
+        n, 0 if bias is None else len(bias), lines(query), lines(key), lines(value),
         GROUPS=G, GROUP=group, D=D, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        LEAST=LEAST, TREE=sees is not None, BIAS=bias is not None, WINDOW=WINDOW, PRECISION="ieee",
-        STAGES=stages, num_warps=4,
+        LEAST=LEAST, TREE=sees is not None, BIAS=bias is not None, WINDOW=WINDOW, EACH=table is not None,
+        ALIGNED=ALIGNED, PRECISION="ieee", STAGES=stages, num_warps=4,
     )  # fmt: skip
     merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
         part, lse, columns, out, n, out.stride()[:3],
@@ -177,6 +195,11 @@ def decode_attend(query, key, value, columns, scale, sees=None, bias=None, *, sp
         BLOCK_D=MERGED, LEAST=LEAST, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def attend_each(query, caches, columns, scale):
+    """See `ops.layer_ops.attend_each`."""
+    return decode_attend(query, caches.home, caches.home, columns, scale, table=caches.table)
 
 
 @triton.jit
@@ -387,11 +410,12 @@ def pass_rows(x, weight, bias, residual, gain, *, block_k=None):
 
 @triton.jit(do_not_specialize=["rows", "n", "eps"])
 def enter_kernel(
-    x, weight_q, weight_k, weight_v, bias_q, bias_k, bias_v, squares, turn, columns, query, key, value,
-    rows, n, eps, key_lines, value_lines,
+    x, weight_q, weight_k, weight_v, bias_q, bias_k, bias_v, squares, turn, columns, table, query, key,
+    value, rows, n, eps, key_lines, value_lines,
     K: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr,
     PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_O outputs of one head, half of them in its first half and half in its second, where what they are turned with
     stands; see `ops.layer_ops.enter_rows`."""
@@ -437,10 +461,10 @@ def enter_kernel(
     b = (r // n).to(tl.int64)
     to = query + (r * (HEADS * D) + head * D)[None, :] + d[:, None]
     if head >= HEADS + GROUPS:
-        some = b * value_lines[0] + number * value_lines[1] + column * value_lines[2]
+        some = _begins(table, b, 1, number, value_lines, mine, EACH, ALIGNED) + column * value_lines[2]
         to = value + some[None, :] + d[:, None]
     elif head >= HEADS:
-        some = b * key_lines[0] + number * key_lines[1] + column * key_lines[2]
+        some = _begins(table, b, 0, number, key_lines, mine, EACH, ALIGNED) + column * key_lines[2]
         to = key + some[None, :] + d[:, None]
     tl.store(to, turned_1.to(kind), mask=inside)
     tl.store(to + HALF, turned_2.to(kind), mask=inside)
@@ -448,8 +472,9 @@ def enter_kernel(
 
 @triton.jit(do_not_specialize=["n", "count"])
 def rope_kernel(
-    rows, cos, sin, places, columns, query, key, value, n, count, key_lines, value_lines,
+    rows, cos, sin, places, columns, table, query, key, value, n, count, key_lines, value_lines,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    EACH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Rotate one head of one new row if it is a query or a key, and write keys and values to their cache column."""
     head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -471,15 +496,16 @@ def rope_kernel(
     if head < HEADS:
         tl.store(query + ((b * n + i) * HEADS + head) * D + d, x, mask=wide)
     elif head < HEADS + GROUPS:
-        key += b * key_lines[0] + (head - HEADS) * key_lines[1] + column * key_lines[2]
+        key += _begins(table, b, 0, head - HEADS, key_lines, True, EACH, ALIGNED) + column * key_lines[2]
         tl.store(key + d, x, mask=wide)
     else:
-        value += b * value_lines[0] + (head - HEADS - GROUPS) * value_lines[1] + column * value_lines[2]
+        number = head - HEADS - GROUPS
+        value += _begins(table, b, 1, number, value_lines, True, EACH, ALIGNED) + column * value_lines[2]
         tl.store(value + d, x, mask=wide)
 
 
-def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None):
-    """See `ops.layer_ops.enter_rows`; a program takes up `block_k` inputs at a time."""
+def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None, table=None):
+    """See `ops.layer_ops.enter_rows`; a program takes up `block_k` inputs at a time. `table` is that of `enter_each`."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -493,23 +519,37 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
     if gain is not None:
         x = normed(x, gain, eps)
     enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
-        x, *weight, *(bias or weight), x if squares is None else squares, turn, columns, query, key,
-        value, rows, n, eps, lines(key), lines(value),
+        x, *weight, *(bias or weight), x if squares is None else squares, turn, columns,
+        columns if table is None else table, query, key, value, rows, n, eps, lines(key), lines(value),
         K=K, HEADS=heads, GROUPS=G, D=D, BIAS=bool(bias), PARTS=parts, CHUNK=chunk, BLOCK_O=block_o,
-        BLOCK_K=block_k, BLOCK_R=block_r, PRECISION="ieee", STAGES=stages, num_warps=warps,
+        BLOCK_K=block_k, BLOCK_R=block_r, EACH=table is not None, ALIGNED=ALIGNED, PRECISION="ieee",
+        STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return query.transpose(1, 2)
 
 
-def rope_rows(rows, cos, sin, places, columns, key, value):
-    """See `ops.layer_ops.rope_rows`: one kernel, a program for each head of each row."""
+def enter_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
+    """See `ops.layer_ops.enter_each`."""
+    home, table = caches.home, caches.table
+    return enter_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, table=table)
+
+
+def rope_rows(rows, cos, sin, places, columns, key, value, *, table=None):
+    """See `ops.layer_ops.rope_rows`: one kernel, a program for each head of each row. `table` is that of `rope_each`."""
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
     rope_kernel[(heads + 2 * G, n, B)](
         rows.contiguous(), cos.contiguous(), sin.contiguous(), places.contiguous(),
-        columns.contiguous(), query, key, value, n, cos.shape[1], lines(key), lines(value),
-        HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D), num_warps=1,
+        columns.contiguous(), columns if table is None else table, query, key, value, n, cos.shape[1],
+        lines(key), lines(value), HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D),
+        EACH=table is not None, ALIGNED=ALIGNED, num_warps=1,
     )  # fmt: skip
     return query.transpose(1, 2)
+
+
+def rope_each(rows, cos, sin, places, columns, caches):
+    """See `ops.layer_ops.rope_each`."""
+    home = caches.home
+    return rope_rows(rows, cos, sin, places, columns, home, home, table=caches.table)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Runner
+from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, accept, accept_tree, check
 from mmaccel.core.errors import DraftError, ModelError, shown, warn
 from mmaccel.core.report import Rounds
@@ -147,23 +147,49 @@ class Speculation:
         rows: list[Tensor] | None = None,
     ) -> None:
         self.ids, self.ended = prompt.ids, False
-        self._target, self._prompt, self._meter = target, prompt, meter
+        self.target, self._prompt, self._meter = target, prompt, meter
         self._stop, self._emit, self._rows = stop, emit, rows
         self._draft = draft if isinstance(draft, CarefulDraft) else CarefulDraft(meter, draft)
         self._first: Tensor | None = first
+        self._proposal = Proposal.empty()
         self._vocab = first.shape[-1]
         self._origin = target.length() - prompt.ids.shape[1]
 
     @torch.no_grad()
     def advance(self) -> None:
         """Commit the next tokens: at first that which follows the prompt, then those of a round."""
+        offered = self.offer()
+        self.take(None if offered is None else self.target.step(*offered)[0])
+
+    @torch.no_grad()
+    def offer(self) -> tuple[Tensor] | tuple[Tensor, Branches] | None:
+        """What the target's next step runs: the last token and the draft's proposal, and how they branch; None: nothing,
+        for a prompt gives the first token. `take` has to follow."""
+        if self._first is not None:
+            return None
+        proposal = Proposal.empty()
+        with self._draft.dropping() as draft:
+            if draft is not None:
+                offered = draft.propose()
+                check(offered)
+                proposal = offered
+        self._proposal = proposal
+        drafted = proposal.ids.to(self.ids.device)
+        # A token the target does not have is refused in any case; it must only not break the embedding.
+        rows = torch.cat([self.ids[:, -1:], drafted.clamp(0, self._vocab - 1)[None]], 1)
+        return (rows,) if proposal.parents is None else (rows, proposal.branches)
+
+    @torch.no_grad()
+    def take(self, logits: Tensor | None) -> None:
+        """Commit tokens by what the target said, logits [n, V] of the rows offered."""
         first, self._first = self._first, None
         if first is not None:
             prompt = self._prompt
             committed, kept = accept(Proposal.empty(), first, self.ids[0], prompt.warp, prompt.generator)
             judged = first
         else:
-            committed, kept, judged = self._round()
+            assert logits is not None
+            committed, kept, judged = self._judged(logits)
         grown = torch.cat([self.ids, committed.to(self.ids.device)[None]], 1)
         if self._rows is not None:
             self._rows += judged[: committed.numel()].to(torch.float32, copy=True).split(1)  # type: ignore[no-untyped-call]
@@ -176,8 +202,8 @@ class Speculation:
             del self._rows[grown.shape[1] - self._prompt.ids.shape[1] :]
         self.ids = grown
         run = self._origin + self.ids.shape[1] - 1
-        if run < self._target.length():
-            self._target.truncate(run)
+        if run < self.target.length():
+            self.target.truncate(run)
         if first is not None and self._emit is not None:
             # Before the draft hears of it: one in this process may read its prompt only now.
             self._emit(committed)
@@ -191,27 +217,16 @@ class Speculation:
         if self.ended:
             self.close()
 
-    def _round(self) -> tuple[Tensor, int, Tensor]:
-        """What the target commits of the draft's next proposal, how many of these tokens stood in it, and the logits [m, V]
-        that each was judged by, first of all."""
-        target, ids, prompt = self._target, self.ids, self._prompt
-        proposal = Proposal.empty()
-        with self._draft.dropping() as draft:
-            if draft is not None:
-                offered = draft.propose()
-                check(offered)
-                proposal = offered
-        drafted = proposal.ids.to(ids.device)
-        # A token the target does not have is refused in any case; it must only not break the embedding.
-        rows = torch.cat([ids[:, -1:], drafted.clamp(0, self._vocab - 1)[None]], 1)
+    def _judged(self, logits: Tensor) -> tuple[Tensor, int, Tensor]:
+        """What the target commits of the proposal, how many of these tokens stood in it, and the logits [m, V] that each was
+        judged by, first of all."""
+        ids, prompt, proposal = self.ids, self._prompt, self._proposal
         if proposal.parents is not None:
-            logits = target.step(rows, proposal.branches)[0]
             committed, path = accept_tree(proposal, logits, ids[0], prompt.warp, prompt.generator)
             taken = torch.cat([path.new_zeros(1), path + 1])
-            target.accept(taken)
-            self._meter.round(drafted.numel(), path.numel())
+            self.target.accept(taken)
+            self._meter.round(proposal.ids.numel(), path.numel())
             return committed, path.numel(), logits[taken.to(logits.device)]
-        logits = target.step(rows)[0]
         with self._draft.dropping() as draft:
             if draft is not None:
                 tail = draft.tail()

@@ -254,8 +254,7 @@ class StreamState(KVState):
     """
 
     recalls_alike: bool = False  # whether all layers show a question the same tokens of the same units
-    last_listed: dict[int, Any] | None = None
-    """Of an ingestion: what the pattern of each layer listed in the last pass, for `ForwardPass.pays`."""
+    last_listed: dict[int, Any] | None = None  # by layer, of an ingestion's last pass (`ForwardPass.pays`)
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:
@@ -293,12 +292,11 @@ class StreamState(KVState):
     """Whether units may also come while the question of a snapshot is between two layers."""
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        """In place of `view`, for callers that rotate and write the rows of a question or an answer themselves: the
-        slot to write to, or None if `view` has to be used."""
+        """In place of `view`, for callers that rotate and write the rows themselves: the slot, or None: use `view`."""
         return None
 
     def all_write_slot(self) -> list[CacheSlot] | None:
-        """Of an answer, `write_slot` of all layers, known before any has run; nothing is appended then. None: one by one."""
+        """Of an answer, `write_slot` of all layers, before any has run; nothing is appended then. None: one by one."""
         return None
 
     def fit(self, first: int, count: int) -> int:
@@ -371,7 +369,6 @@ class StreamState(KVState):
 @dataclass(frozen=True, kw_only=True)
 class StreamPolicy(KVPolicy):
     """A memory that can hold an endless stream; `stream` opens it. Budgets are fields in frames.
-
     needs    "hidden": the hidden states entering each layer (`ahead`); "look": the units' mean visual features;
              "proxy": passes of kind "proxy" after each chunk
     clip     units that go through the layers together; None leaves it to the session
@@ -393,7 +390,7 @@ class StreamPolicy(KVPolicy):
         )
 
     def for_layers(self, share: float) -> StreamPolicy:
-        """The memory of a share of the layers, where these lie on several devices: it has that share of budgets in bytes."""
+        """The memory of a share of the layers, on one of several devices: it has that share of budgets in bytes."""
         return self
 
     @abstractmethod

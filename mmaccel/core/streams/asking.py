@@ -18,7 +18,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
-from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, speculate
+from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, Speculation
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.frames import FrameState
@@ -165,10 +165,11 @@ def asked(
         at = [sum(info.spans[-1]) if info.spans else 0]
         parts.insert(0, adapter.unit_embeds(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
-    given = adapter, live.run_pass, state, running, deadline, asking.ids, left, meter, shown, question
+    given = adapter, live, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(
         *given, live.beside, live.around, check, pause, lambda: live.counters(seen_as), choosing
     )
+    runner.shares = taken is not None and running is None and type(live.around) is Around
     with state.question_scope(), kept(running):
         runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
         meter.prompt_tokens = runner.length()
@@ -253,7 +254,7 @@ def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.devi
 class QuestionRunner(Runner):
     """A question and its answer on the memory of a stream: the target of the decoding loop.
 
-    run       `StreamRunner.run_pass`
+    live      the stream
     running   what layers carry beside the memory `state`
     ids       [n] of the words after the video
     left      the tokens of an answer for which the model has positions
@@ -264,12 +265,13 @@ class QuestionRunner(Runner):
     pause     called with False between two passes of the answer
     counted   gives the figures of the memory
     choosing  how the tokens of the answer are chosen
+    shares    whether steps of the answer may be those of others on the model, too
     around    what is laid round the memory while it lasts; `Listening` tells a draft's pruner what it attended to
     logits    [1, V] of the first token, set by `prefill`
     """
 
     adapter: StreamModel
-    run: Callable[..., Tensor]
+    live: StreamRunner
     state: StreamState
     running: RunningStates | None
     deadline: Deadline
@@ -284,6 +286,7 @@ class QuestionRunner(Runner):
     pause: Callable[[bool], None]
     counted: Callable[[], dict[str, float]]
     choosing: Choosing
+    shares: bool = field(default=False, init=False)
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
@@ -293,7 +296,7 @@ class QuestionRunner(Runner):
         """
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
-        hidden = self.run(self.state, stream_pass, embeds, few=True, **how)
+        hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
         return self.logits
 
@@ -301,7 +304,7 @@ class QuestionRunner(Runner):
         self.pause(False)
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
-        hidden = self.run(
+        hidden = self.live.run_pass(
             self.state, stream_pass, self.adapter.words(ids[0]), few=True, running=self.running, **more
         )
         return self.adapter.logits(hidden)[None]
@@ -329,8 +332,7 @@ class QuestionRunner(Runner):
         ends, tokens, shown = adapter.ends(), list[int](), ""
         ids = torch.cat([adapter.head(), self.ids])[None]
         start = ids.shape[1]
-        choosing = self.choosing
-        beside = self.beside
+        choosing, beside = self.choosing, self.beside
         reason: FinishReason = "stop"
 
         def stop(ids: Tensor) -> bool:
@@ -383,7 +385,8 @@ class QuestionRunner(Runner):
                 with draft.dropping():
                     draft.state = strategy.open(adapter.view)
                     draft.state.begin(prompt)
-            speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
+            one = Speculation(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
+            adapter.turns.decode(one, self.shares and not strategy.active)
         finally:
             draft.close()
             with beside.dropping() as stream:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.decoding.batch import AnswersTogether, Batch
+from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.decoding.watching import DraftStream
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.layout import TokenLayout
@@ -246,6 +249,11 @@ class Turns:
         self._waiting: deque[tuple[int, threading.Event]] = deque()
         self._holder: int | None = None
         self._depth, self._paused = 0, False
+        self.steps: Callable[[], Any] = lambda: (
+            None
+        )  # what streams of the model share, while one of them holds it
+        self.answers = 0
+        """Answers under way that can share steps."""
 
     @contextmanager
     def holding(self, deadline: Any = None) -> Iterator[float]:
@@ -277,11 +285,44 @@ class Turns:
             self._depth = depth
             self._paused = self._paused and not inside
 
+    def decode(self, one: Speculation, shares: bool) -> None:
+        """Decode an answer, while the lock is held; if it `shares` steps, then with others as soon as there are any."""
+        self.answers += shares
+        try:
+            while not one.ended:
+                if shares and self.answers > 1 and one.target.adapter.shares:  # type: ignore[attr-defined]
+                    one.target.together = AnswersTogether(self)
+                    with self.away():
+                        self.batch.run([one])
+                else:
+                    one.advance()
+        finally:
+            self.answers -= shares
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Where answers that share steps are decoded; each round is a turn."""
+        return Batch(holding=self.holding)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Within, the holder leaves the lock to others; then it is the next to wait for it."""
+        with self._lock:
+            assert self._holder == threading.get_ident()
+            depth = self._depth
+            self._next()
+        try:
+            yield
+        finally:
+            self._acquire(None)
+            self._depth = depth
+
     def forked(self) -> None:
         """In a forked process only the thread that forked goes on."""
         mine = self._holder == threading.get_ident()
         self._lock, self._waiting = threading.Lock(), deque()
         self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)
+        self.__dict__.pop("batch", None)
 
     def _queue(self) -> threading.Event:
         mine = threading.Event()

@@ -39,6 +39,7 @@ class StreamRunner:
     def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
         self.adapter, self.kv, self.info, self.beside = adapter, kv, info, CarefulDraftStream()
+        self.hidden = "hidden" in kv.needs
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         rows = ROWS.get(adapter.device.type, 1 << 15) if chunk is None else chunk
         self.bulk = max(1, rows // info.unit)
@@ -214,7 +215,7 @@ class StreamRunner:
         running = how.setdefault("running", self.running)
         with kept(running if stream_pass.kind == "proxy" else None):
             state.begin_pass(stream_pass)
-            hidden = self.adapter.run(state, embeds, "hidden" in self.kv.needs, **how)
+            hidden = self.adapter.run(state, embeds, self.hidden, **how)
             state.end_pass()
         return hidden
 

@@ -1,0 +1,200 @@
+"""One decode step of several sequences on one model, each in the buffers of its own memory.
+
+Projections are one product for all rows; each sequence attends over its own columns. Where its keys lie, how many it has
+and at which position it is are numbers in tensors on the device. So on CUDA a step is captured once for each number of
+sequences and rows, and the same capture serves sequences that come and go.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.backends.ops import operator
+from mmaccel.backends.ops.layer_ops import ALIGNED, MOST, WINDOW, Caches
+from mmaccel.core.adapter import home_of
+from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.memory.kv import KVState
+from mmaccel.core.memory.thinned import PrunedKVState
+from mmaccel.models import decode, loading, step
+from mmaccel.models.decode import Buffers, Held, Part
+from mmaccel.models.runner import HFRunner
+
+PLACES = 4096
+"""Positions of which angles are made at first; twice as many where more are needed."""
+
+
+def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
+    """Why the steps of `model` after `cache` cannot be shared with others, in a few words; None: they can."""
+    state = getattr(cache, "state", None)
+    if isinstance(state, PrunedKVState):
+        return "its prompt is pruned, and each layer has columns of its own"
+    if state is None or not state.in_place:
+        return "its memory is not written in place"
+    if not decode.admits(model, family, cache, also=("cpu",)):
+        return "its layers are not of a kind that a shared step computes"
+    home, dtype = home_of(model), next(model.parameters()).dtype
+    even = family.geometry(model).head_dim % ALIGNED == 0
+    if home.type == "cuda" and (dtype == torch.float64 or not even or operator.usable(home)):
+        return "the kernels of a shared step do not run on this device, or in this type"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """Where the memory `state` of a sequence lies: keys and values of each layer in `pairs`, with room for `capacity`
+    columns, and `table` [L, 4] long on the host, as `Caches` has it but counted from address 0."""
+
+    state: KVState
+    pairs: Buffers
+    capacity: int
+    table: Tensor
+
+    @staticmethod
+    def of(state: KVState, room: int) -> Laid:
+        pairs = state.buffers(room)
+        return Laid(state, pairs, min(key.shape[2] for key, _ in pairs), torch.tensor([*map(_places, pairs)]))
+
+
+def _places(pair: tuple[Tensor, Tensor]) -> list[int]:
+    return [number for x in pair for number in (x.data_ptr() // x.element_size(), x.stride(1))]
+
+
+class StepsTogether:
+    """Steps of runners whose models share their weights, as one: see `Runner.together`.
+
+    Rows of padding, behind those of a sequence and of sequences that are not there, are written where nobody looks.
+    """
+
+    def __init__(self, runner: HFRunner) -> None:
+        self.model, self.family = runner.model, runner.family
+        self.weights = _addresses(runner.model)
+        self._parts: list[Part] = []
+        self._layers: list[list[int]] = []
+        self._replays: dict[torch.device, Replays] = {}
+        self._places, self._shown = 0, list[ref[Laid]]()
+
+    @staticmethod
+    def of(runner: HFRunner, last: Any) -> StepsTogether:
+        """What runs the steps of `runner`: `last`, if that does already."""
+        same = isinstance(last, StepsTogether) and last.weights == _addresses(runner.model)
+        return last if same else StepsTogether(runner)
+
+    @torch.no_grad()
+    def __call__(self, runners: Sequence[HFRunner], ids: Sequence[Tensor]) -> list[Tensor]:
+        """Logits [1, n, V] of each runner's `ids` [1, n], which may be of unlike lengths."""
+        most = max(one.shape[1] for one in ids)
+        if len(runners) > 1 and len(runners) * most > MOST:
+            half = len(runners) // 2
+            return self(runners[:half], ids[:half]) + self(runners[half:], ids[half:])
+        laid = [self._laid(runner, most) for runner in runners]
+        starts = [(one.memory().length(), one.delta) for one in runners]
+        self._lay(laid[0].pairs, max(map(sum, starts)) + WINDOW)
+        count, width = len(runners), most
+        if self._parts[0].replays.works:
+            count, width = (next(n for n in decode.ROWS if n >= m) for m in (count, width))
+        self._show(laid, count)
+        out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
+        for part in self._parts:
+            out = self._run(part, out, starts, count, width)
+        made = out[: len(runners)].clone()
+        if not self._parts[0].replays.works:
+            self._hide()
+        for runner, own in zip(runners, ids, strict=True):
+            runner.stepped(own.shape[1])
+        return [made[b : b + 1, : own.shape[1]] for b, own in enumerate(ids)]
+
+    def _laid(self, runner: HFRunner, count: int) -> Laid:
+        state, room = runner.memory(), next(n for n in decode.ROWS if n >= count)  # padding is written, too
+        laid: Laid | None = runner.laid
+        if laid is None or laid.state is not state or state.length() + room > laid.capacity:
+            laid = runner.laid = Laid.of(state, room)
+        return laid
+
+    def _lay(self, like: Buffers, places: int) -> None:
+        """The parts, device after device, with angles of so many positions."""
+        if places <= self._places:
+            return
+        self._places = max(PLACES, 1 << (places - 1).bit_length())
+        family, model = self.family, self.model
+        words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        home = words.weight.device
+        line = torch.arange(self._places, device=home)
+        angles = family.angles(model, line.expand(3, -1) if family.mrope else line, like[0][0].dtype)
+        rope = torch.stack([angle[0] for angle in angles])
+        cuts = loading.runs([key.device for key, _ in like], home)
+        for device in {device for device, _ in cuts}:
+            self._replays.setdefault(device, Replays(device)).under(self._places)
+        self._parts, self._layers, self._shown = [], [numbers for _, numbers in cuts], []
+        layers: list[Any] = list(family.layers(model))
+        for number, (device, numbers) in enumerate(cuts):
+            ends = (family.text(model).norm, head) if number == len(cuts) - 1 else None
+            steps = step.layer_steps([layers[n] for n in numbers], None if ends is None else ends[0])
+            held = [Held(0, rope.to(device))] * len(numbers)
+            short = torch.arange(WINDOW, device=device)[None]
+            first = words if number == 0 else None
+            self._parts.append(Part(number, self._replays[device], short, steps, [], held, first, ends, None))
+
+    def _show(self, laid: Sequence[Laid], count: int) -> None:
+        """Tell the parts where the memories lie, of `count` sequences with those that are not there."""
+        if [id(one()) for one in self._shown] == [id(one) for one in laid]:
+            return
+        for part, numbers in zip(self._parts, self._layers, strict=True):
+            room = part.replays.room
+            like = [laid[0].pairs[n][0] for n in numbers]
+            if not like:
+                continue
+            shape, kind = (1, like[0].shape[1], 1, like[0].shape[3]), like[0].dtype
+            home = room("home", shape, kind)
+            table = room(("table", part.number), (len(numbers), MOST, 4), torch.long)
+            if part.replays.works:
+                spare = room("spare", (1, shape[1], WINDOW, shape[3]), kind)
+                nobody = torch.tensor(_places((spare, spare))).expand(len(numbers), count - len(laid), 4)
+                told = torch.cat([torch.stack([one.table[numbers] for one in laid], 1), nobody], 1)
+                told[..., ::2] -= home.data_ptr() // home.element_size()
+                table[:, :count] = told.to(table.device)
+            # What is captured reads the table alone; memories are not kept here.
+            pairs = [[] if part.replays.works else [one.pairs[n] for one in laid] for n in numbers]
+            part.buffers = [(Caches(some, home, table[at, :count]), home) for at, some in enumerate(pairs)]
+        self._shown = [ref(one) for one in laid]
+
+    def _hide(self) -> None:
+        for part in self._parts:
+            part.buffers = []
+        self._shown = []
+
+    def _run(
+        self, part: Part, given: Tensor, starts: list[tuple[int, int]], count: int, width: int
+    ) -> Tensor:
+        """What a part makes of `given`, ids [B, width] or hidden states [count * width, E]: hidden states or logits [count,
+        width, V], in a tensor that the next call writes over. `starts`: columns of each sequence, and how far positions are
+        from these."""
+        room = part.replays.room
+        shape = (count, width) if given.dtype == torch.long else tuple(given.shape)
+        place, at = room("given", shape, given.dtype), room("starts", (MOST, 2), torch.long)[:count]
+        # From another device: its stream is waited for, and the host is not.
+        place[: len(given)].copy_(given)
+        at.copy_(torch.tensor(starts + [(0, 0)] * (count - len(starts))))
+
+        def work() -> tuple[Tensor, ...]:
+            columns = at[:, :1] + part.line[:, :width]
+            return (part(place, columns, columns + at[:, 1:]),)
+
+        return part.replays((part.number, count, width), work, lasting=False)[0]
+
+
+def sharing(model: nn.Module) -> nn.Module:
+    """A copy of the modules of `model` over the same weights."""
+    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
+
+
+def _addresses(model: nn.Module) -> tuple[int, ...]:
+    """Where the weights of `model` lie: copies of its modules over the same weights have the same."""
+    return tuple(one.data_ptr() for one in model.parameters())

@@ -1,0 +1,185 @@
+"""Questions of several sessions of one model at once: their answers share steps, and each is what its session says alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.models import step
+from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
+
+MEMORIES: dict[str, Any] = {
+    **every_stream(frames=4, window=6),
+    "mosaic": {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2},
+}
+SESSIONS, TOKENS = 3, 40
+
+
+def told(answer: Any) -> tuple[Any, ...]:
+    return answer.ids, answer.text, answer.evidence, answer.finish_reason
+
+
+def opened(name: str, kv: Any, number: int) -> mmaccel.VideoSession:
+    session = open_session(name, kv)
+    session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
+    session.watch(film(9 + 3 * number, seed=3 + number), fps=FPS)
+    return session
+
+
+def at_once(works: list[Callable[[], Any]]) -> list[Any]:
+    """What each of `works` gives in a thread of its own, or raises."""
+    found: list[Any] = [None] * len(works)
+
+    def call(number: int) -> None:
+        try:
+            found[number] = works[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(works))]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return found
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
+    """Of a model: how many answers shared each step from now on, each of which lasts, so that others come meanwhile."""
+
+    def of(name: str) -> list[int]:
+        session, seen = open_session(name, "full"), list[int]()
+        batch = session._stream_adapter.turns.batch
+        monkeypatch.setattr(batch, "_told", lambda count: (seen.append(count), time.sleep(0.01)))
+        session.close()
+        return seen
+
+    return of
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kv", MEMORIES, ids=str)
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_answers_are_those_of_each_alone(
+    name: str, kv: str, captured: bool, sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while frames come; what is asked afterwards is as without the others."""
+    if captured:
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    asked = [QUESTION, "where is the ball ?", "is it red ?"]
+    how: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 1.5, "seed": 5}, {"evidence": False}]
+    alone, later = [], []
+    for number in range(SESSIONS):
+        with opened(name, MEMORIES[kv], number) as session:
+            alone.append(told(session.ask(asked[number], TOKENS, **how[number])))
+            for frame in film(4, seed=8).split(1):
+                session.watch(frame, fps=FPS)
+            later.append(told(session.ask(QUESTION, 12)))
+    seen = sizes(name)
+    sessions = [opened(name, MEMORIES[kv], number) for number in range(SESSIONS)]
+    try:
+
+        def ask(number: int) -> Any:
+            return told(sessions[number].ask(asked[number], TOKENS, **how[number]))
+
+        def watch(number: int) -> None:
+            for frame in film(4, seed=8).split(1):
+                sessions[number].watch(frame, fps=FPS)
+
+        parts = [
+            *(lambda n=n: ask(n) for n in range(SESSIONS)),
+            *(lambda n=n: watch(n) for n in range(SESSIONS)),
+        ]
+        if captured:  # one after the other: a question sees the frames that came before it
+            works = at_once(parts[:SESSIONS])
+            at_once(parts[SESSIONS:])
+            assert works == alone
+        else:
+            assert at_once(parts[:SESSIONS]) == alone
+            for number in range(SESSIONS):
+                watch(number)
+        assert [told(one.ask(QUESTION, 12)) for one in sessions] == later
+        assert max(seen) > 1 or not MEMORIES[kv].get("shares", True)
+    finally:
+        for one in sessions:
+            one.close()
+
+
+def test_frames_come_between_two_steps(sizes: Callable[[str], list[int]]) -> None:
+    seen = sizes("random-ov")
+    kv = MEMORIES["rekv"]
+    alone = []
+    for number in range(SESSIONS):
+        with opened("random-ov", kv, number) as session:
+            alone.append(told(session.ask(QUESTION, TOKENS)))
+    sessions = [opened("random-ov", kv, number) for number in range(SESSIONS)]
+    during = list[float]()
+
+    def watch() -> None:
+        while not len(sessions[0]._stream_adapter.turns.batch):
+            time.sleep(0.001)
+        for frame in film(6, seed=8).split(1):
+            began = time.monotonic()
+            sessions[1].watch(frame, fps=FPS)
+            during.append(time.monotonic() - began)
+            assert len(sessions[0]._stream_adapter.turns.batch)
+
+    found = at_once([*(lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions), watch])
+    assert found == [*alone, None] and len(during) == 6 and max(seen) == SESSIONS
+    for one in sessions:
+        one.close()
+
+
+def test_what_fails_in_one_memory_leaves_the_other_answers(
+    sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = MEMORIES["rekv"]
+    with opened("random-ov", kv, 0) as session:
+        alone = told(session.ask(QUESTION, TOKENS))
+    seen = sizes("random-ov")
+    good, bad = (opened("random-ov", kv, 0) for _ in range(2))
+    kind: Any = type(bad._live.state)  # type: ignore[union-attr]
+    append, left = kind.append, [50]
+
+    def failing(self: Any, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        mine = getattr(self, "_main", None) is bad._live.state  # type: ignore[union-attr]
+        if mine and layer == 1:
+            left[0] -= 1
+            if left[0] < 40:
+                raise torch.OutOfMemoryError("no room")
+        append(self, layer, key, value)
+
+    monkeypatch.setattr(kind, "append", failing)
+    found = at_once([lambda: told(good.ask(QUESTION, TOKENS)), lambda: bad.ask(QUESTION, TOKENS)])
+    assert found[0] == alone and isinstance(found[1], torch.OutOfMemoryError)
+    assert max(seen) == 2
+    monkeypatch.undo()
+    assert told(bad.ask(QUESTION, TOKENS)) == alone == told(good.ask(QUESTION, TOKENS))
+    for one in (good, bad):
+        one.close()
+
+
+def test_a_model_goes_with_its_last_session() -> None:
+    import copy
+    import gc
+    import weakref
+
+    model, processor = pair("random-ov")
+    own = copy.deepcopy(model)
+    sessions = [mmaccel.VideoSession(own, processor, None, kv=MEMORIES["rekv"]) for _ in range(2)]
+    for one in sessions:
+        one.watch(film(9), fps=FPS)
+    at_once([lambda one=one: one.ask(QUESTION, 8) for one in sessions])
+    gone = weakref.ref(own)
+    for one in sessions:
+        one.close()
+    del own, sessions, one
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,248 @@
+"""Several sequences in one step: each gets what it gets alone, whoever comes and goes beside it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.decoding.batch import Batch, Seat
+from mmaccel.models import step
+from mmaccel.models.together import StepsTogether, sharing, why_not
+from tests.backends.test_triton import run
+from tests.models.tiny_random import BUILD as COMMON
+from tests.models.tiny_random import PROMPTS, prompt
+from tests.models.tiny_random import model as tiny
+
+BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("internvl", "qwen3_vl")}}
+KINDS = ["text", "video", "interleaved", "long", "image"]
+pytestmark = pytest.mark.numeric(by="torch")
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request):
+    model = BUILD[request.param](layers=3)
+    model.generation_config.eos_token_id = None
+    return request.param, model
+
+
+def opened(stack, model, kinds, name):
+    """A runner of each prompt on a copy of the model, after its prompt, and its logits; and the same of the plain model."""
+    ours, theirs = [], []
+    for number, kind in enumerate(kinds):
+        inputs = prompt(name, PROMPTS[kind], number)
+        fast = stack.enter_context(mmaccel.accelerate(sharing(model)))
+        for some, runner in ((ours, fast.view.runner()), (theirs, adapter_for(model).runner(model))):
+            some.append((runner, runner.prefill(inputs)))
+    return ours, theirs
+
+
+@torch.no_grad()
+def test_ragged_rows_of_several_sequences(family):
+    """Rows of unlike lengths after unlike prompts; some are taken back, memories grow, sequences come and go."""
+    name, model = family
+    with ExitStack() as stack:
+        ours, theirs = opened(stack, model, KINDS, name)
+        together = None
+        for runner, _ in ours:
+            together = StepsTogether.of(runner, together)
+        draw = torch.Generator().manual_seed(3)
+        for round_ in range(14):
+            some = [n for n in range(len(KINDS)) if (round_ + n) % 4]
+            ids = [
+                torch.randint(3, 90, (1, 1 if round_ % 3 else 1 + (n + round_) % 5), generator=draw)
+                for n in some
+            ]
+            found = together([ours[n][0] for n in some], ids)
+            for n, own, logits in zip(some, ids, found, strict=True):
+                torch.testing.assert_close(logits, theirs[n][0].step(own), atol=2e-4, rtol=1e-4)
+                if own.shape[1] > 2:
+                    for runner in (ours[n][0], theirs[n][0]):
+                        runner.truncate(runner.length() - 2)
+                assert ours[n][0].length() == theirs[n][0].length()
+        # By itself again, through the model's own modules.
+        own = torch.tensor([[7, 9]])
+        for (runner, _), (plain, _) in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(runner.step(own), plain.step(own), atol=2e-4, rtol=1e-4)
+
+
+def test_memories_grow_and_are_given_back(family, monkeypatch):
+    monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 3)
+    name, model = family
+    with ExitStack() as stack:
+        ours, theirs = opened(stack, model, ["text", "video"], name)
+        together = StepsTogether.of(ours[0][0], None)
+        for token in range(12):
+            ids = [torch.tensor([[token + 3]]), torch.tensor([[token + 5]])]
+            for logits, own, (plain, _) in zip(
+                together([one for one, _ in ours], ids), ids, theirs, strict=True
+            ):
+                torch.testing.assert_close(logits, plain.step(own), atol=2e-4, rtol=1e-4)
+        held = weakref.ref(ours[0][0].laid)
+        ours.clear()
+        assert held() is None
+
+
+def test_copies_over_the_same_weights_share_a_step(family):
+    name, model = family
+    with ExitStack() as stack:
+        (first, _), (second, _) = opened(stack, model, ["text", "video"], name)[0]
+        together = StepsTogether.of(first, None)
+        assert StepsTogether.of(second, together) is together
+        other = stack.enter_context(mmaccel.accelerate(BUILD[name](layers=3, seed=1))).view.runner()
+        assert StepsTogether.of(other, together) is not together
+
+
+CALLS = [
+    ("text", {"do_sample": False}),
+    ("video", {"do_sample": True, "temperature": 1.2, "top_k": 20}),
+    ("interleaved", {"do_sample": False, "repetition_penalty": 1.3}),
+    ("long", {"do_sample": True, "temperature": 0.9}),
+    ("two videos", {"do_sample": False}),
+    ("image", {"do_sample": True, "top_p": 0.8}),
+]
+
+
+def answers(model, name, batch, calls, at_once=True):
+    """What each of `calls` generates, in threads of their own that begin one after the other, or one at a time."""
+    found, errors = [None] * len(calls), []
+    begun = threading.Semaphore(1)
+
+    def call(number, kind, how):
+        try:
+            with mmaccel.accelerate(sharing(model)) as fast:
+                fast.seat = Seat(batch, torch.Generator().manual_seed(number), begun.release)
+                begun.acquire()
+                out = fast.generate(
+                    **prompt(name, PROMPTS[kind], number), max_new_tokens=9 + 3 * number, **how
+                )
+                assert not fast.seat.alone and fast.report().new_tokens == 9 + 3 * number
+                found[number] = out
+        except BaseException as error:
+            errors.append(error)
+            begun.release()
+
+    threads = [threading.Thread(target=call, args=(n, kind, how)) for n, (kind, how) in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+        if not at_once:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    return found
+
+
+def test_calls_decoded_together_give_what_each_gives_alone(family):
+    """Greedy ones are the plain model's, token for token; sampled ones draw their own random numbers."""
+    name, model = family
+    sizes = []
+    together = answers(model, name, batch := Batch(sizes.append), CALLS)
+    assert max(sizes) > 1 and len(batch) == 0
+    alone = answers(model, name, Batch(), CALLS, at_once=False)
+    for number, (kind, how) in enumerate(CALLS):
+        assert torch.equal(together[number], alone[number]), (kind, how)
+        more = {"max_new_tokens": 9 + 3 * number, **how}
+        torch.manual_seed(number)  # a generator of that seed draws the same
+        assert torch.equal(model.generate(**prompt(name, PROMPTS[kind], number), **more), together[number])
+
+
+def test_an_error_ends_one_call_alone(family, monkeypatch):
+    """One that fails in its step, in its own criterion, or while its memory grows, leaves the others theirs."""
+    monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 3)
+    name, model = family
+    calls = CALLS[:3]
+    want = answers(model, name, Batch(), calls, at_once=False)
+
+    class Full(Exception):
+        pass
+
+    def bad(ids, scores, **_):
+        if ids.shape[1] > prompt(name, PROMPTS["image"], 9)["input_ids"].shape[1] + 4:
+            raise Full("a criterion")
+        return torch.zeros(1, dtype=torch.bool)
+
+    batch, failed = Batch(), []
+
+    def fails(kind, number, **how):
+        with mmaccel.accelerate(sharing(model)) as fast:
+            fast.seat = Seat(batch)
+            if not how:
+                opened = fast.open_state
+
+                def tight():
+                    state = opened()
+                    buffers, left = state.buffers, [4]
+
+                    def grown(room):
+                        left[0] -= 1
+                        if left[0] <= 0:
+                            raise torch.OutOfMemoryError("no room")
+                        return buffers(room)
+
+                    state.buffers = grown
+                    return state
+
+                fast.open_state = tight
+            try:
+                fast.generate(**prompt(name, PROMPTS[kind], number), max_new_tokens=300, **how)
+            except (Full, torch.OutOfMemoryError) as error:
+                failed.append(type(error))
+
+    threads = [
+        threading.Thread(target=fails, args=("image", 9), kwargs={"stopping_criteria": [bad]}),
+        threading.Thread(target=fails, args=("text", 3)),
+    ]
+    for thread in threads:
+        thread.start()
+    found = answers(model, name, batch, calls)
+    for thread in threads:
+        thread.join()
+    assert sorted(one.__name__ for one in failed) == ["Full", "OutOfMemoryError"]
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)) and len(batch) == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        ({"draft": "prompt_lookup"}, "draft 'prompt_lookup'"),
+        ({"kv": "rekv"}, "kv 'rekv'"),
+        ({"kv": {"name": "window", "window": 64}}, "memory"),
+        ({"prune": "fastv"}, "pruned"),
+    ],
+)
+def test_what_cannot_share_a_step_is_decoded_alone_and_says_why(choice, why):
+    model = BUILD["llava"](layers=3)
+    model.generation_config.eos_token_id = None
+    inputs = prompt("llava", PROMPTS["video"])
+    with mmaccel.accelerate(model, **choice) as fast:
+        want = fast.generate(**inputs, max_new_tokens=8, do_sample=False)
+        fast.seat = Seat(Batch(lambda count: pytest.fail("it shared a step")))
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=8, do_sample=False), want)
+        assert why in fast.seat.alone
+
+
+@pytest.mark.numeric(by="numpy")
+def test_by_kernels_that_read_where_memories_lie():
+    """As on a device: filled up to the numbers that are captured, and by the table alone. Interpreted."""
+    pytest.importorskip("triton")
+    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
+    out = run("pytest", "tests/models/together_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
+    assert " passed" in out and "failed" not in out and "skipped" not in out
+
+
+def test_layers_of_another_kind_are_decoded_alone(family):
+    name, model = family
+    with mmaccel.accelerate(sharing(model)) as fast:
+        runner = fast.view.runner()
+        runner.prefill(prompt(name, PROMPTS["text"]))
+        assert why_not(fast.model, adapter_for(model), runner.cache) is None
+        adapter_for(model).layers(fast.model)[1].mlp.register_forward_hook(lambda *_: None)
+        assert "layers" in why_not(fast.model, adapter_for(model), runner.cache)
+    assert step.DEVICES == ("cuda",)

@@ -1,0 +1,118 @@
+"""Plain requests of many clients, decoded in steps that they share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+
+from mmaccel.models.together import StepsTogether
+from mmaccel.policies.kv.full import FullState
+from mmaccel.serve.settings import Limits, Settings
+from tests.serve.conftest import CHAT, Served, frames_url, running, text, video
+from tests.serve.test_load import without_end
+
+BODIES = [
+    {
+        "model": "tiny-ov@dense",
+        # A question on a video alone would be one to the memory that is kept of it.
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [video(frames_url(2 + n)), text("Describe the video.")]},
+        ],
+        "max_tokens": 40 + 10 * n,
+        **({"temperature": 1.3, "seed": n} if n % 2 else {}),
+    }
+    for n in range(6)
+]
+
+
+async def answers(served: Served, bodies: list[dict[str, Any]], at_once: bool = True) -> list[Any]:
+    async with httpx2.AsyncClient(base_url=served.url, timeout=120, trust_env=False) as client:
+        if at_once:
+            return await asyncio.gather(*(client.post(CHAT, json=body) for body in bodies))
+        return [await client.post(CHAT, json=body) for body in bodies]
+
+
+def slowly(sizes: list[int]) -> Callable[[int], None]:
+    """Notes how many share each step, and makes it last, so that others come meanwhile."""
+    return lambda count: (sizes.append(count), time.sleep(0.01))[1]
+
+
+def said(answer: Any) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_answers_share_steps_and_are_those_of_each_alone() -> None:
+    """Of six that come at once two prompts are read at a time, and all are decoded together; seeds give the same again."""
+    with running(Settings(), model=without_end()) as served:
+        alone = [said(one) for one in asyncio.run(answers(served, BODIES, at_once=False))]
+        sizes = list[int]()
+        served.engine.batch._told = slowly(sizes)
+        found = asyncio.run(answers(served, BODIES))
+        assert [said(one) for one in found] == alone
+        assert max(sizes) > 2 and len(served.engine.batch) == 0
+        assert all(one.json()["mmaccel"]["alone"] is None for one in found)
+        assert [one.json()["usage"]["completion_tokens"] for one in found] == [40 + 10 * n for n in range(6)]
+
+
+def test_what_shares_no_step_says_why() -> None:
+    with running() as served:
+        for recipe, why in (("prompt_lookup", "draft 'prompt_lookup'"), ("fastv", "pruned")):
+            how = {"max_tokens": 4, "temperature": 0.5, "mmaccel": {"recipe": recipe}}
+            told = served.chat([video(frames_url(3)), text()], **how)
+            assert why in told.json()["mmaccel"]["alone"]
+        with served.client() as client:
+            assert "mmaccel_alone_answers_total 2.0" in client.get("/metrics").text
+
+
+def test_no_more_share_steps_than_the_limit() -> None:
+    sizes = list[int]()
+    limits = Limits(at_once=1, together=2)
+    with running(Settings(limits=limits), model=without_end()) as served:
+        served.engine.batch._told = slowly(sizes)
+        for one in asyncio.run(answers(served, BODIES[:5])):
+            said(one)
+        assert max(sizes) == limits.at_once + limits.together
+        with served.client() as client:
+            assert "mmaccel_alone_answers_total 0.0" in client.get("/metrics").text
+
+
+def test_one_that_finds_no_memory_in_a_step_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = 3
+    with running(Settings(), model=without_end()) as served:
+        alone = [said(one) for one in asyncio.run(answers(served, BODIES, at_once=False))]
+        prompts = [one.json()["usage"]["prompt_tokens"] for one in asyncio.run(answers(served, BODIES))]
+        buffers = FullState.buffers
+
+        def full(self: FullState, room: int) -> Any:
+            if prompts[bad] + 7 <= self.length() < prompts[bad] + 40 and self.first == prompts[bad]:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return buffers(self, room)
+
+        put = FullState._put
+
+        def noted(self: FullState, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+            if not self._counts[layer]:
+                self.first = key.shape[2]  # type: ignore[attr-defined]
+            put(self, layer, key, value)
+
+        monkeypatch.setattr(FullState, "_put", noted)
+        monkeypatch.setattr(FullState, "buffers", full)
+        monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 2)
+        laid = StepsTogether._laid
+
+        def anew(self: StepsTogether, runner: Any, count: int) -> Any:
+            runner.laid = None
+            return laid(self, runner, count)
+
+        monkeypatch.setattr(StepsTogether, "_laid", anew)
+        found = asyncio.run(answers(served, BODIES))
+        assert found[bad].status_code == 503 and found[bad].json()["error"]["code"] == "out_of_memory"
+        assert [said(one) for n, one in enumerate(found) if n != bad] == alone[:bad] + alone[bad + 1 :]

@@ -13,7 +13,7 @@ from mmaccel.cli.choices import Json
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core import costs
 from mmaccel.core.errors import RecipeError
-from mmaccel.policies.kv.store.slabs import host_total
+from mmaccel.core.memory.buffers import host_total
 
 SHARES = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

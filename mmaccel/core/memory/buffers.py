@@ -1,6 +1,8 @@
-"""The buffer that memories grow in: a tensor with room ahead of need along one axis."""
+"""Room for memories: the buffer that they grow in, and what the host has."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,3 +46,43 @@ def grow_buffer(
         count = min(buffer.shape[axis], buffer.shape[axis] if used is None else used)
         out.narrow(axis, 0, count).copy_(buffer.narrow(axis, 0, count))
     return out
+
+
+UNKNOWN = 2**62
+"""More than there is: what is not known limits nothing."""
+MEMINFO = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")
+FORMS = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
+"""Limit, use and statistics of the container around this process, and how names of these begin, in both forms of the
+system's control groups."""
+
+
+def host_total() -> int:
+    """Bytes of memory of the host, or of the container around this process where that is less."""
+    limits = (_numbers(GROUP / limit).get("", UNKNOWN) for limit, *_ in FORMS)
+    return min(_numbers(MEMINFO, 1024).get("MemTotal", UNKNOWN), UNKNOWN, *limits)
+
+
+def host_available() -> int:
+    """Bytes that can still be taken without harm; the system's copies of files give way and do not count as used."""
+    left = _numbers(MEMINFO, 1024).get("MemAvailable", UNKNOWN)
+    for limit, use, stat, begin in FORMS:
+        most = _numbers(GROUP / limit).get("", UNKNOWN)
+        if most < UNKNOWN:
+            cached = _numbers(GROUP / stat)
+            files = sum(cached.get(f"{begin}{kind}_file", 0) for kind in ("inactive", "active"))
+            left = min(left, most - _numbers(GROUP / use).get("", 0) + files)
+    return max(0, left)
+
+
+def _numbers(path: Path, unit: int = 1) -> dict[str, int]:
+    """The numbers in a file of the system, each in `unit`s, by the name in its line, "" where there is none."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    rows = [["", *line.removesuffix(" kB").replace(":", "").split()] for line in lines]
+    return {row[-2]: int(row[-1]) * unit for row in rows if row[-1].isdigit()}

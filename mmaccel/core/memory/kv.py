@@ -309,6 +309,12 @@ class StreamState(KVState):
         """Nothing more comes for now: what was put off while units came is done, so that a question need not wait for it. An
         ingestion ends."""
 
+    def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
+        """Forget units that are too old, by the seconds at which each was `shown`, but for those that are `pinned`, which
+        also stay when room is made, from now on. Gives the numbers of all that were forgotten, for room too, since this was
+        last asked."""
+        return []
+
     def evidence(self) -> dict[int, Seen]:
         """What the last question looked at: number of a unit -> how."""
         return {}

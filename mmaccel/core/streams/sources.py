@@ -17,10 +17,11 @@ FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
 
 @dataclass
 class Event:
-    """What befell a source: it sent nothing (`stall`), broke off (`fault`) or ended (`end`), after a frame that was shown at
-    `seconds` of the stream. `why` is the error's sentence; `lasted` the seconds until frames came again, None until then."""
+    """What befell a stream. Its source sent nothing (`stall`), broke off (`fault`) or ended (`end`), after a frame that was
+    shown at `seconds` of the stream: `why` is the error's sentence; `lasted` the seconds until frames came again, None until
+    then. Or its memory let go of frames (`let_go`), the last of which was shown at `seconds`: those of `lasted` seconds."""
 
-    kind: Literal["stall", "fault", "end"]
+    kind: Literal["stall", "fault", "end", "let_go"]
     seconds: float
     why: str = ""
     lasted: float | None = None

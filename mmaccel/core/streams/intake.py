@@ -21,7 +21,7 @@ from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.parts import CarefulDraftStream, Clip, Turns
-from mmaccel.core.streams.sources import Event, reopened
+from mmaccel.core.streams.sources import Event, later, reopened
 from mmaccel.core.streams.standing import Standing
 from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
 
@@ -156,7 +156,7 @@ class Intake:
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
-        return reopened(opens, deadline.check, self.events.append, begin)
+        return reopened(opens, deadline.check, self.events.append, begin, lambda one: one.times or [], later)
 
     def _rest(self) -> None:
         """Tell the memory that no more frames come for now."""

@@ -28,6 +28,7 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.live import ended_with, threaded
 from mmaccel.media.video import Video
 from mmaccel.models import load_processor
+from mmaccel.models.schema import by_schema
 from mmaccel.serve import sources
 from mmaccel.serve.kept import Kept, KeptVideos
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
@@ -254,7 +255,9 @@ class Engine:
         wanted, cutter, text = asked.request.mmaccel, Cutter(asked.request.stops), ""
         async with kept.asking:  # a session reports on its last answer alone
             left = max(0.01, asked.deadline.left() or 0.0)
-            reply = kept.session.ask(question, asked.most, timeout=left, evidence=wanted.evidence)
+            reply = kept.session.ask(
+                question, asked.most, timeout=left, evidence=wanted.evidence, **asked.request.form
+            )
             async for piece in reply:
                 text += piece
                 if said := cutter.grown(text):
@@ -277,7 +280,13 @@ class Engine:
         request, deadline, place = asked.request, asked.deadline, next(self.model.parameters())
         inputs = self.processor.chat(self._content(asked), device=place.device, dtype=place.dtype)
         deadline.check()
+        rows = inputs["input_ids"].shape[1]
+        told: Any = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        told = self.processor.tokenizer.eos_token_id if told is None else told
+        ends = set(told) if isinstance(told, list | tuple) else {told}
         how = {"max_new_tokens": asked.most, "max_time": deadline.left(), **request.options()}
+        for schema in request.form.values():
+            how["logits_processor"] = [by_schema(self.model, self.processor.tokenizer, schema, ends, rows)]
         # Random numbers are the process's own: one draws at a time, and a seed gives the same again.
         drawing = nullcontext() if request.greedy else self._draws(deadline)
         with drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
@@ -287,14 +296,10 @@ class Engine:
             report = fast.report().to_dict()
         over = deadline.over()
         speech.end()
-        told: Any = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        told = self.processor.tokenizer.eos_token_id if told is None else told
-        ends = set(told) if isinstance(told, list | tuple) else {told}
         if speech.cutter.stopped or (speech.ids and speech.ids[-1] in ends):
             reason = "stop"
         else:
             reason = "length" if len(speech.ids) >= asked.most else over or "positions"
-        rows = inputs["input_ids"].shape[1]
         return Completion(speech.cutter.said, reason, rows, len(speech.ids), asked.recipe, report)
 
     def _content(self, asked: Asked) -> list[dict[str, Any]]:

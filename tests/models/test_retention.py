@@ -12,6 +12,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
 from mmaccel.core.streams.asking import asked
+from mmaccel.policies.kv import _index
 from tests.models.streams import CLUSTERS, FPS, QUESTION, open_session
 from tests.models.streams import film as frames_of
 
@@ -202,3 +203,54 @@ def test_a_pinned_moment_stays_when_room_is_made() -> None:
 def test_fields_that_cannot_be(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         mmaccel.Recipe.load({"kv": {"name": "rekv", **fields}})
+
+
+@pytest.mark.parametrize("kv", KEEPERS)
+def test_what_the_index_knew_of_them_is_given_back(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows stay as many as the stream keeps units, and what it finds is what one without that finds."""
+
+    def run(least: int) -> mmaccel.VideoSession:
+        monkeypatch.setattr(_index, "LEAST", least)
+        session = open_session("random-ov", {**KEEPERS[kv], "keep_seconds": KEEP})
+        session.watch(film(10), fps=FPS)
+        session.pin(1.0, 2.0)
+        for round in range(6):
+            for begin in range(0, COUNT, 7):
+                session.watch(film(COUNT)[begin : begin + 7], fps=FPS)
+            session.ask(QUESTION, 2)
+            if round == 3:
+                session.unpin(1.0, 2.0)
+        return session
+
+    with run(8) as session, run(ALL) as whole:
+        index, other = (one._live.state.index for one in (session, whole))  # type: ignore[union-attr]
+        units = session._live.state.units()  # type: ignore[union-attr]
+        assert other._known() == units and index._known() < 4 * KEEP * FPS < units / 3
+        assert held(session) == held(whole)
+        if KEEPERS[kv]["frames"] == ALL:
+            assert torch.equal(first(session), first(whole))
+            now = session.seconds
+            assert torch.equal(first(session, (now - 5, now - 2)), first(whole, (now - 5, now - 2)))
+        answer = session.ask(QUESTION, 4)
+        assert answer.evidence and all(one.seconds >= session.seconds - KEEP for one in answer.evidence)
+        levels = session.clusters()
+        for name, rows in levels.items():
+            assert rows.shape == whole.clusters()[name].shape
+            kept = {session.shown.index(second) for second in held(session)}
+            old = [unit for unit in range(units - WINDOW) if unit not in kept]
+            assert (rows[:, sorted(kept)] >= 0).all() and (rows[:, old[:-200]] == -1).all()
+        # A hierarchy that is read back is checked: its clusters, their units and their parents.
+        session.save(tmp_path / "s")
+        model, processor = session._stream_adapter.view.model, session._processor
+        with mmaccel.VideoSession.resume(model, processor, tmp_path / "s") as again:
+            assert torch.equal(first(again), first(session))
+            assert again.ask(QUESTION, 4).evidence == answer.evidence
+            for one in (again, session):
+                one.watch(film(COUNT), fps=FPS)
+            assert torch.equal(first(again), first(session))
+        before = first(session)
+        with pytest.raises(ModelError, match="they must rise"):
+            session.watch(film(30), times=[session.seconds + 1 + i % 20 for i in range(30)])
+        assert torch.equal(first(session), before)

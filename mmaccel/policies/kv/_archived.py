@@ -299,6 +299,8 @@ class SharedArchive(ArchivedMemory):
 
     def checkpoint(self) -> Any:
         self._part()
+        if not self._asked_now:
+            self.index.compact()
         return super().checkpoint()
 
     def _save(self, folder: Path) -> None:

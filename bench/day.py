@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -212,7 +211,7 @@ def main() -> None:
         f"{len(rows)} of {args.hours} hours, {asked} questions: {right} right; all as without a server: {same}; "
         f"what is gone is told of: {told}; memory {first:.0f} MiB after the third hour and {most:.0f} MiB at most since"
     )
-    os._exit(not (same and told)) if asked else None
+    sys.exit(not (same and told))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
 from mmaccel.core.streams.asking import asked
 from mmaccel.policies.kv import _index
-from tests.models.streams import CLUSTERS, FPS, QUESTION, open_session
+from tests.models.streams import CLUSTERS, FPS, QUESTION, open_session, pair
 from tests.models.streams import film as frames_of
 
 COUNT, WINDOW, KEEP = 50, 6, 8.0
@@ -254,3 +254,16 @@ def test_what_the_index_knew_of_them_is_given_back(
         with pytest.raises(ModelError, match="they must rise"):
             session.watch(film(30), times=[session.seconds + 1 + i % 20 for i in range(30)])
         assert torch.equal(first(session), before)
+
+
+@pytest.mark.parametrize("draft", ["sequential"])
+def test_the_memory_of_a_draft_lets_go_too(draft: str) -> None:
+    model, processor = pair("tiny-ov")
+    kv = {**KEEPERS["rekv"], "keep_seconds": KEEP}
+    fields = {"name": draft, "model": "tiny-ov-draft", "kv": kv}
+    with mmaccel.VideoSession(model, processor, None, kv=kv, draft=fields) as session:
+        for begin in range(0, COUNT, 10):
+            session.watch(film(COUNT)[begin : begin + 10], fps=FPS)
+        own: Any = session._live.beside.stream  # type: ignore[union-attr]
+        assert own._live.state.store.units(0) == session._live.state.store.units(0)  # type: ignore[union-attr]
+        assert session.ask(QUESTION, 4).ids and session.report().draft["failed"] is None

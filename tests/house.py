@@ -34,7 +34,7 @@ WALLS = {
     "__main__": {"mmaccel_command"},
     "_stop": set(),
     "backends": {"backends", "core.errors"},
-    "core": {"core", "backends.ops", "backends.select"},
+    "core": {"core", "backends.measure", "backends.ops", "backends.select"},
     "contract": {"contract", "core", "backends.ops"},
     "policies": {"policies", "core", "backends.ops"},
     "models": {"models", "core", "media", "backends.ops"},

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from typer import Option
 
-from mmaccel.backends import select
+from mmaccel.backends import measure, select
 from mmaccel.backends.ops import operator as operators
 from mmaccel.cli.console import print_json, say
 from mmaccel.models import shipped
@@ -66,7 +66,7 @@ def examine() -> dict[str, Any]:
         if kernels[what] is None and versions[package] is None and name != "captured":
             kernels[what] = f"{package} is not installed"
     broken = next((one for one in problems if one.startswith("av ")), None)
-    store: select.Store[select.Costs] = select.Store()
+    store: select.Store[measure.Costs] = select.Store()
     return {
         "problems": list(dict.fromkeys(problems)),
         "versions": versions,

@@ -4,7 +4,7 @@ Nothing is fitted. A model's sizes are counted (`Sizes`), a device's rates measu
 (`DEVICES`). Each term is work over a rate:
 
 products   2 FLOPs for each weight and row, at the rate of a large product of that width
-pairs      causal query-key pairs at what attention costs here (`select.Costs`), dense, or listed by the recipe's pattern
+pairs      causal query-key pairs at what attention costs here (`measure.Costs`), dense, or listed by the recipe's pattern
 traffic    what norms, gates, rotations and copies read and write, at the rate of a copy
 launches   starting the operators of a layer: beside the device's work on CUDA, before it on a CPU
 decode     weights and shown keys and values read once a token
@@ -216,7 +216,7 @@ class _Estimate:
         keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // s.tokens)
         queries = keys.take(place[0, seen - n :])
         listed = min(at.expected_blocks(n, seen, (queries, keys)) * at.block**2, causal + n * at.block)
-        sparse = min(line(s.heads * listed) for line in costs.sparse.values()) + costs.planning(seen)
+        sparse = costs.planned(min(line(s.heads * listed) for line in costs.sparse.values()), seen)
         # On a CPU nothing is measured, and the pattern always runs.
         return min(sparse, dense) if self.device.cuda else sparse
 

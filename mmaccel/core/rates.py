@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from mmaccel.backends import select
-from mmaccel.backends.select import Bench, Costs, Line, Store, bench
+from mmaccel.backends import measure, select
+from mmaccel.backends.measure import Bench, Costs, Line, Shape, bench, measured_costs
+from mmaccel.backends.select import Store
 
 STEP_LAYERS = 4
 """Of the small model whose step is timed."""
@@ -106,7 +107,7 @@ def measured(
 ) -> Device:
     """The rates of this device for heads like the model's: read from `store`, or measured in a few seconds and kept there.
     `step` runs `STEP_LAYERS` small decoder layers on one row."""
-    shape = select.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
+    shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = Store("rates.json", Device.of) if store is None else store
     cuda = device.type == "cuda"
     backend = select.choose(device)
@@ -114,8 +115,8 @@ def measured(
     found = store.get(key)
     if found is None:
         kernels = {backend: select.get(backend, device)}
-        lengths = select.LENGTHS if cuda else (1024, 2048)
-        attend = select.measured_costs(device, shape, kernels, lengths=lengths, bench=bench)
+        lengths = measure.LENGTHS if cuda else (1024, 2048)
+        attend = measured_costs(device, shape, kernels, lengths=lengths, bench=bench)
         found = Device(
             name=torch.cuda.get_device_name(device) if cuda else "cpu",
             products={

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -205,7 +205,8 @@ _OUTPUT_HOOKS = "transformers.utils.output_capturing"
 
 
 class StreamSteps:
-    """Questions and answers on the memory of a stream: what is between two layers' retrieval is one captured function."""
+    """Questions and answers on the memory of a stream: what is between two layers' retrieval is one captured function, and
+    all layers of a pass of an answer, which retrieves nothing, are one."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family = model, family
@@ -217,11 +218,19 @@ class StreamSteps:
         self._replays = Replays(home_of(model))
         self._angles: tuple[Tensor, Tensor] | None = None
         self._starts: dict[int, tuple[Tensor, int]] = {}
+        self._sure = False
+        self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
-    def serves(self, rows: Tensor) -> bool:
-        """Whether rows [n, E] are few, and the layers `known`, where the rows are, and without hooks."""
-        if len(rows) > WIDTHS[-1]:
-            return False
+    def serves(self, rows: Tensor, again: bool = False) -> bool:
+        """Whether rows [n, E] are few, and the layers `known`, where the rows are, and without hooks. `again`: the rows are
+        of an answer, in which the layers are looked at once."""
+        if not (again and self._sure):
+            fits = len(rows) <= WIDTHS[-1] and self._look(rows)
+            self._sure = fits and again
+            return fits
+        return len(rows) <= WIDTHS[-1]
+
+    def _look(self, rows: Tensor) -> bool:
         layers: list[Any] = list(self._family.layers(self._model))
         if next(layers[0].parameters()).device != rows.device:
             return False
@@ -234,8 +243,10 @@ class StreamSteps:
             self._layers = layer_steps(layers) if self._known else []
         return self._known and not self._watched.hooked()
 
-    def run(self, run: ForwardPass, embeds: Tensor, hidden: bool) -> Tensor:
-        """See `StreamModel.run`."""
+    def run(
+        self, run: ForwardPass, embeds: Tensor, hidden: bool, slots: list[CacheSlot] | None = None
+    ) -> Tensor:
+        """See `StreamModel.run`; `slots` are those of all layers, where they are known."""
         shape, state, n, dtype = self._shape, run.state, len(embeds), embeds.dtype
         assert isinstance(state, StreamState)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
@@ -245,6 +256,9 @@ class StreamSteps:
         self._replays.under(self._watched)
         x = room("x", (width, embeds.shape[1]), dtype)
         x[:n], x[n:] = embeds, 0.0
+        if slots is not None:
+            self._answer(slots, x)
+            return normed(self._family.text(self._model).norm, x[:n], self._family)
         # One of each layer: memories read the queries of all layers when the pass is over.
         wide = width, (heads + 2 * groups) * size
         qkv = [room(("qkv", number), wide, dtype) for number in range(len(self._layers))]
@@ -266,6 +280,43 @@ class StreamSteps:
             else:
                 self._whole(number, slot, x, qkv)
         return normed(self._family.text(self._model).norm, x[:n], self._family)
+
+    def _answer(self, slots: list[CacheSlot], x: Tensor) -> None:
+        """All layers, on rows x. What they share, angles and the column that rows are written to, is sent once."""
+        layers, count, room = self._layers, len(x), self._replays.room
+        angles = {id(slot.angles): slot.angles for slot in slots}
+        begins = {slot.column: n for n, slot in enumerate({slot.column: slot for slot in slots}.values())}
+        turned = [list(angles).index(id(slot.angles)) for slot in slots]
+        wrote = [begins[slot.column] for slot in slots]
+        sizes = (2, 1, count, self._shape.head_dim)
+        ropes = [room(("rope", n), sizes, x.dtype) for n in range(len(angles))]
+        for rope, pair in zip(ropes, angles.values(), strict=True):
+            for place, angle in zip(rope, pair, strict=True):
+                place[:, : angle.shape[2]] = angle[0]
+        starts = room("starts", (len(begins), 1, 1), torch.long)
+        if len(begins) == 1:
+            starts.fill_(slots[0].column)
+        else:
+            starts.copy_(torch.tensor(list(begins)).view(-1, 1, 1), non_blocking=True)
+        known = [(n, slot.bias) for n, slot in enumerate(slots) if slot.bias is not None]
+        biases = {n: room(("bias", n), tuple(one.shape), one.dtype) for n, one in known}
+        if biases:
+            torch._foreach_copy_(list(biases.values()), [one for _, one in known])
+        sides = [side for slot in slots for side in (slot.key, slot.value)]
+        if len(self._sides) != len(sides) or any(map(is_not, self._sides, sides)):
+            self._sides, self._lie = sides, tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
+
+        def work() -> tuple[Tensor, ...]:
+            rows, line = Rows(x), layers[0].line[:, :count]
+            columns = [start + line for start in starts]
+            for n, (layer, slot) in enumerate(zip(layers, slots, strict=True)):
+                where = ropes[turned[n]], columns[wrote[n]]
+                rows, _ = layer(rows, *where, slot.key, slot.value, None, biases.get(n))
+            x.copy_(rows.rows)
+            return ()
+
+        shapes = tuple((n, one.shape) for n, one in biases.items())
+        self._replays(("answer", count, tuple(turned), tuple(wrote), shapes), work, at=self._lie)
 
     def _rest(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
         return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv)

@@ -137,9 +137,10 @@ class StreamPasses:
         # Captured steps have chains alone.
         captured = few and branches is None and not ears and embeds.device.type in step.DEVICES
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
-        if steps is not None and steps.serves(embeds):
+        slots = None if steps is None else state.all_write_slot()
+        if steps is not None and steps.serves(embeds, slots is not None):
             with self.busy():
-                return steps.run(run, embeds, hidden)
+                return steps.run(run, embeds, hidden, slots)
         more: dict[str, Any] = {}
         if embeds.shape[1] > (wide := self.view.geometry.hidden):
             embeds, more = deepstack.parted(embeds, wide)

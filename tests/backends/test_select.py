@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import flex, reference, select
+from mmaccel.backends import flex, measure, reference, select
 from mmaccel.core.errors import RecipeError, UnknownName
 
 
@@ -49,7 +49,7 @@ def test_what_cannot_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPa
         select.get("absent", "cpu")
 
 
-SHAPE = select.Shape(heads=2, groups=1, size=16, dtype=torch.float32)
+SHAPE = measure.Shape(heads=2, groups=1, size=16, dtype=torch.float32)
 SMALL = dict(lengths=(256, 1024))
 
 
@@ -79,7 +79,7 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two backends on the CPU that are worth measuring."""
     monkeypatch.setitem(select.BACKENDS, "rival", "mmaccel.backends.reference")
     monkeypatch.setitem(select.PREFERENCE, "cpu", ("rival", "flex", "reference"))
-    monkeypatch.setitem(select.STARTS, "flex", 2.0)
+    monkeypatch.setitem(measure.STARTS, "flex", 2.0)
 
 
 def test_auto_takes_the_cheapest(rivals: None, tmp_path: Path) -> None:
@@ -166,14 +166,14 @@ def test_dense_wherever_a_pattern_would_not_win(rivals: None, tmp_path: Path) ->
 
 
 def test_dense_wins_a_tie() -> None:
-    line = select.Line(1.0, 2.0)
-    choice = select.Choice("rival", "", select.Costs(line, {"rival": line}))
+    line = measure.Line(1.0, 2.0)
+    choice = select.Choice("rival", "", measure.Costs(line, {"rival": line}))
     assert not choice.pays(5.0, 5.0, 7.0) and choice.pays(4.9, 5.0, 7.0)
 
 
 def test_a_line_through_noise_stays_a_cost() -> None:
-    assert select.Line.through((10, 3.0), (20, 2.0)) == select.Line(0.0, 0.1)
-    assert select.Line.through((10, 1.0), (20, 4.0)).fixed == 0.0
+    assert measure.Line.through((10, 3.0), (20, 2.0)) == measure.Line(0.0, 0.1)
+    assert measure.Line.through((10, 1.0), (20, 4.0)).fixed == 0.0
 
 
 def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_real_times_make_a_choice(tmp_path: Path) -> None:
     assert (
         choice.backend in ("reference", "flex") and choice.costs is not None and choice.costs.dense.each > 0
     )
-    listed, part = select.near_blocks(1024, 2, torch.device("cpu"))
+    listed, part = measure.near_blocks(1024, 2, torch.device("cpu"))
     assert listed == 2 * (1 + 2 * 15)
     query, key, value = (
         torch.randn(1, h, 1024, 16, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmaccel.backends import reference, select
+from mmaccel.backends.measure import Costs, Line
 from mmaccel.backends.ops.dense_attend import dense_attend
-from mmaccel.backends.select import Costs, Line
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.backends.select import Costs, Line, Store
+from mmaccel.backends.measure import Costs, Line
+from mmaccel.backends.select import Store
 from mmaccel.core import costs, rates
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe

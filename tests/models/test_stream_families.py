@@ -375,9 +375,9 @@ def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: py
     model, _ = pair(kind)
     before, run, seen = {}, step.StreamSteps.run, []
 
-    def noted(steps: Any, given: Any, embeds: Tensor, hidden: bool) -> Tensor:
+    def noted(steps: Any, given: Any, embeds: Tensor, *rest: Any) -> Tensor:
         seen.append(len(embeds))
-        return run(steps, given, embeds, hidden)
+        return run(steps, given, embeds, *rest)
 
     monkeypatch.setattr(step.StreamSteps, "run", noted)
     with torch.no_grad():

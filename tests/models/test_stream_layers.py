@@ -50,9 +50,9 @@ def rests(answer: mmaccel.core.decoding.generate.Answer) -> dict[tuple[int, int]
 def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes, by_hand = [], step.StreamSteps.run
 
-    def noted(stream_adapter: Any, run: Any, embeds: Any, hidden: bool) -> Any:
+    def noted(stream_adapter: Any, run: Any, embeds: Any, *rest: Any) -> Any:
         passes.append(len(embeds))
-        return by_hand(stream_adapter, run, embeds, hidden)
+        return by_hand(stream_adapter, run, embeds, *rest)
 
     monkeypatch.setattr(step.StreamSteps, "run", noted)
     with opened(name, KV[kv]) as session:

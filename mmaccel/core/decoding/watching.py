@@ -56,6 +56,9 @@ class Heard:
 class DraftStream(ABC):
     """A stream of a draft's own. What is raised ends the draft of a session, and not the session."""
 
+    pace: Any = None
+    """What a strategy has measured of the answers so far, for the next one."""
+
     @abstractmethod
     def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         """Take in frames [T, 3, H, W] uint8, shown at `times`, after the target did. `fps` is the rate of their clip, if

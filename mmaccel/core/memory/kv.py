@@ -253,6 +253,8 @@ class StreamState(KVState):
     """
 
     recalls_alike: bool = False  # whether all layers show a question the same tokens of the same units
+    last_listed: dict[int, Any] | None = None
+    """Of an ingestion: what the pattern of each layer listed in the last pass, for `ForwardPass.pays`."""
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:
@@ -290,6 +292,10 @@ class StreamState(KVState):
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         """What `view` shows to a question or an answer, for callers that turn the rows and write them themselves: in place
         of `view`, if this is not None."""
+        return None
+
+    def all_write_slot(self) -> list[CacheSlot] | None:
+        """Of an answer, `write_slot` of all layers, known before any has run; nothing is appended then. None: one by one."""
         return None
 
     def fit(self, first: int, count: int) -> int:

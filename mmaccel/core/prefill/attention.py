@@ -144,6 +144,10 @@ class ForwardPass(PrefillPass):
     """What sparse layers listed, on its way to the host, and what was expected of them, by the first new column of the pass:
     told to the layers after them."""
 
+    @cached_property
+    def _before(self) -> dict[int, Any]:
+        return {} if (before := getattr(self.state, "last_listed", None)) is None else before
+
     _told: dict[int, ForwardPass] = field(default_factory=dict, init=False)
     """The pass over what a stream's memory shows, where it says what that is: by the layout's identity."""
 
@@ -154,32 +158,29 @@ class ForwardPass(PrefillPass):
         """Whether the pattern of `layer` beats dense attention to what `view` shows (None: all), from sizes and measured
         costs.
 
-        It does if it does at its bound. If not, what it is expected to list decides, and after the first sparse layer how
-        far the last one was from what was expected of it: of estimates only the data tell. That layer is waited for, whose
-        attention may still be running.
+        It does if it does at its bound. If not, what it is expected to list decides, and how far it was from that in the
+        pass before, of an ingestion, or else how far the last sparse layer was: of estimates only the data tell. That layer
+        is waited for, whose attention may still be running.
         """
         choice = self.config.choice
         if choice is None or choice.costs is None:
             return True
         B, H, n, _ = query.shape
         causal = n * (2 * n_key - n + 1) / 2
-        # Rows before the window is full see one key more than the row before them.
         most_seen = n_key if view is None or view.window is None else min(view.sinks + view.window, n_key)
         few = max(most_seen - (n_key - n), 0)
         dense = B * H * (few * (2 * (n_key - n) + few + 1) / 2 + (n - few) * most_seen)
         if not choice.pays(0, dense, B * n_key):
-            # A short prompt: making the plan alone costs more, and neither pattern nor layout is looked at.
-            return False
+            return False  # a short prompt: making the plan alone costs more
         pattern = self.config.recipe.sparse.at(layer)
-        # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys. A window
-        # leaves at most as much.
+        # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
         most = causal + n * pattern.block
         listed = min(pattern.max_blocks_total(n, n_key) * pattern.block**2, most)
         if choice.pays(B * H * listed, dense, B * n_key):
             return True
         expected = self._expected(layer, n, n_key, None if view is None else view.column)
-        if self.start in self.listed:
-            value, ready, before = self.listed[self.start]
+        if (told := self._before.get(layer, self.listed.get(self.start))) is not None:
+            value, ready, before = told
             if ready is not None:
                 ready.synchronize()
             expected *= float(value) / max(before, 1.0)
@@ -386,7 +387,8 @@ class ForwardPass(PrefillPass):
             listed = plan.listed_pairs()
             if self.config.choice is not None and self.config.choice.costs is not None:
                 expected = self._expected(layer, query.shape[2], view.key.shape[2], view.column)
-                self.listed[self.start] = *to_host(listed.mean()), expected
+                told = *to_host(listed.mean()), expected
+                self.listed[self.start] = self._before[layer] = told
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
             if images is not None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.backends import select
+from mmaccel.backends import measure, select
 from mmaccel.backends.ops.block_attend import empty_output, prepare, remember
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.adapter import Branches, ModelView
@@ -258,7 +258,7 @@ def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
         return lambda: pattern.plan(query, query[:, : sizes.kv_heads], layout, layout)
 
     label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
-    shape = select.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
+    shape = measure.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
     return select.decide(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
 
 

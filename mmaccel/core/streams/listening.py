@@ -109,6 +109,9 @@ class StreamListener(AroundMemory):
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         return None if self._listens(layer) else self.state.write_slot(layer, query)
 
+    def all_write_slot(self) -> list[CacheSlot] | None:
+        return self.state.all_write_slot()
+
     def view(self, layer: int, query: Tensor) -> KVView:
         view = self.state.view(layer, query)
         sees = bool(self._stage.hidden) and self._pass is not None and self._pass.kind == "question"

@@ -110,20 +110,23 @@ class DraftDecoder:
         if run < self._run:
             self._runner.truncate(self._origin + run)
         self._run = run
-        start, odds = len(self.line), []
+        start, odds, drafted = len(self.line), [], list[Tensor]()
         for _ in range(count):
             logits = self._after_prompt
-            if self.line:
-                feed = torch.tensor([self.line[self._run :]], device=self._device)
-                self._run = len(self.line)
-                logits = self._runner.step(feed)[0, -1]
+            if self.line or drafted:
+                feed = (
+                    torch.tensor(self.line[self._run :], device=self._device) if not drafted else drafted[-1]
+                )
+                self._run += len(feed)
+                logits = self._runner.step(feed[None])[0, -1]
             logits = logits[: self._vocab]
             if self._warp is None:
-                self.line.append(int(logits.argmax()))
+                drafted.append(logits.argmax(-1, keepdim=True))  # the host goes on without it
                 continue
             before = torch.cat([self._prompt, torch.tensor(self.line, dtype=torch.long)])
             odds.append(_likeliest(self._warp(before.to(logits.device), logits)))
             self.line.append(int(odds[-1].ids[draw(odds[-1].weights, self._random)]))
+        self.line += torch.cat(drafted).tolist() if drafted else []
         return DraftedTokens(self.line[start:], time.perf_counter() - began, self.prompt_s, tuple(odds))
 
 

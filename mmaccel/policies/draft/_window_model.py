@@ -14,6 +14,10 @@ KNOWN = 24
 """Drafted tokens that the target must have verified before the acceptance rate counts as known."""
 WORTH = 1.05
 """How many times faster a part must be at best before it is tried."""
+SETTLED = 4
+"""Rounds before the measured gain is believed."""
+PAUSE, LONGEST = 64, 6
+"""Tokens the target decodes by itself before a draft that does not pay is tried again; how often that is doubled at most."""
 ANSWERS = 2
 """Answers after which a way counts as measured in any case: a draft that is never ready in time gains nothing."""
 
@@ -56,6 +60,8 @@ class Pace:
     Context grows with every token, and both times with it: the means forget at `rate` a round. The first steps of a sequence
     may take several times what others take, since they are compiled and captured: a time of less than half the mean starts
     it anew, and one of more than twice the mean counts as twice.
+
+    pauses  how often in a row a draft was found not to pay, and `rest` the tokens that it rests at the next answer
     """
 
     rate: float = 0.2
@@ -64,6 +70,13 @@ class Pace:
     judged: float = TOKENS_KNOWN
     kept: float = TOKENS_KNOWN * ASSUMED
     rounds: int = 0
+    pauses: int = 0
+    rest: int = 0
+
+    def go_on(self) -> None:
+        """Another answer begins: of what was judged before, the last `KNOWN` tokens count."""
+        share = min(1.0, KNOWN / self.judged)
+        self.judged, self.kept = self.judged * share, self.kept * share
 
     def step(self, seconds: float) -> None:
         """One target step."""
@@ -84,6 +97,14 @@ class Pace:
         self.judged += kept + refused
         self.kept += kept
 
+    def pause(self, gain: float) -> int:
+        """How many tokens a draft of this expected gain rests, each time twice as many as the time before; 0: it works."""
+        if self.rounds < SETTLED or gain > 1.0:
+            self.pauses = 0 if gain > WORTH else self.pauses
+            return 0
+        self.rounds, self.pauses = 1, self.pauses + 1
+        return PAUSE << min(self.pauses - 1, LONGEST)
+
     @property
     def keep(self) -> float:
         return self.kept / self.judged
@@ -92,6 +113,66 @@ class Pace:
     def known(self) -> bool:
         """Whether both times were measured."""
         return self.step_s > 0 and self.draft_s > 0
+
+
+@dataclass
+class Tally:
+    """What the pipeline of one answer counted.
+
+    figures  rounds of each mode, rounds in which the draft was late, tokens drafted, pauses
+    streaks  drafted tokens kept in a row over windows, the paper's adaptive length; the last one goes on
+    windows  tokens that were asked for, window by window
+    ready    tokens that were there at the target's first, after `prompt_s` seconds in which the draft read the prompt
+    gain     what the best window is expected to be worth
+    """
+
+    figures: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("pre_verify", "post_verify", "alone", "late", "drafted", "pauses"), 0
+        )
+    )
+    streaks: list[int] = field(default_factory=lambda: [0])
+    windows: list[int] = field(default_factory=list)
+    ready: int = 0
+    prompt_s: float = 0.0
+    gain: float | None = None
+
+    def judged(self, kept: int, refused: bool) -> None:
+        """A round kept so many tokens; `refused`: and then the target said something else."""
+        self.streaks[-1] += kept
+        if refused:
+            self.streaks.append(0)
+
+    def notes(self, pace: Pace) -> list[str]:
+        """How often the target decoded without the draft, and why that paused, in words."""
+        notes = []
+        if alone := self.figures["alone"]:
+            steps = f"{alone} target step{'' if alone == 1 else 's'}"
+            notes.append(f"{steps} without it, while it read the prompt, paused or said nothing")
+        if pauses := self.figures["pauses"]:
+            ratio = pace.step_s / pace.draft_s
+            notes.append(
+                f"paused {pauses} time{'' if pauses == 1 else 's'}: a target step takes {ratio:.2f} draft steps, "
+                f"with {pace.keep:.0%} kept the best window is worth {self.gain:.2f} x"
+            )
+        return notes
+
+    def counters(self, pace: Pace, window: int) -> dict[str, float]:
+        """The figures for the report; `window` is the last one."""
+        streaks, windows = [*filter(None, self.streaks)] or [0], self.windows or [0]
+        return {
+            **{name: float(value) for name, value in self.figures.items()},
+            "streak_mean": sum(streaks) / len(streaks),
+            "streak_max": float(max(streaks)),
+            "window": float(window),
+            "window_mean": sum(windows) / len(windows),
+            "ready_at_start": float(self.ready),
+            "target_step_s": pace.step_s,
+            "draft_step_s": pace.draft_s,
+            "draft_prompt_s": self.prompt_s,
+            "keep_rate": pace.keep,
+            **({} if self.gain is None else {"expected_gain": self.gain}),
+        }
 
 
 @dataclass

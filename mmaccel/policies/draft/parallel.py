@@ -29,16 +29,12 @@ from mmaccel.policies.draft._draft_model import (
 )
 from mmaccel.policies.draft._remote_drafter import MICRO, SERVICE, Remote
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
-from mmaccel.policies.draft._window_model import Pace, Shares, Way, best_window
+from mmaccel.policies.draft._window_model import Pace, Shares, Tally, Way, best_window
 
 FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
-SETTLED = 4
-"""Rounds before the measured gain is believed."""
 QUIET_S = 2.0
 """Seconds without a word, when an answer ends, after which that is told: the target has gone on by itself meanwhile."""
-PAUSE = 64
-"""Tokens the target decodes by itself before a draft that does not pay is tried again."""
 
 
 @register("draft", "parallel")
@@ -58,8 +54,7 @@ class Parallel(PeerStrategy):
     In a session the draft watches the frames that the target watches, its process one clip behind at most.
 
     The sequences of a batch go through the pipeline each in its own mode, a round of each in turn. One process writes for
-    all of them, in the order in which they ask; while the target verifies one it writes for the others. The target still
-    reads its weights once a sequence and round.
+    all of them; while the target verifies one it writes for the others.
 
     model     the draft's folder or shipped name, or "beside": the folder beside the target's with its name and ``-draft``;
               a loaded module, the target itself too, with `process` off
@@ -184,6 +179,8 @@ class Pipeline(DraftState):
     written ahead. While a window is out (`_busy`) the line is as it was when it was asked for; from the first that has come
     on it is waited for, as long as none is late (`_due`). `_odds` has, by place in the line, what a token was drawn from,
     where it was drawn. `devices` are the target's.
+
+    A draft that cannot gain pauses, and is given no prompt meanwhile; in a session that goes on over answers.
     """
 
     def __init__(
@@ -195,7 +192,8 @@ class Pipeline(DraftState):
         shares: Shares | None = None,
     ) -> None:
         self._engine, self._choice = engine, choice
-        self._shares, self._pruner = shares, choice.pruner
+        self._shares = shares
+        self._pruner: TokenPruner | None = choice.pruner
         self._way: Way | None = None  # whose figures those of this answer are, where they are measured
         self._read, self._unused = "", list[str]()
         self._waited = [device for device in devices if device.type == "cuda" and choice.process]
@@ -207,12 +205,9 @@ class Pipeline(DraftState):
         self._busy = self._due = False
         self._pace = Pace()
         self._window = choice.window or min(FIRST_WINDOW, choice.most)
-        self._streaks = [0]  # drafted tokens kept in a row; the last run goes on
-        self._figures = dict.fromkeys(("pre_verify", "post_verify", "alone", "late", "drafted", "pauses"), 0)
-        self._windows: list[int] = []
-        self._ready = self._resume = 0
-        self._asked = self._prompt_s = 0.0
-        self._gain: float | None = None
+        self._tally = Tally()
+        self._resume, self._asked = 0, 0.0
+        self._unsent: Any = None
 
     def begin(self, prompt: Prompt) -> None:
         self._left, self._unused = prompt.max_new_tokens or sys.maxsize, self._choice.unused(prompt)
@@ -233,9 +228,21 @@ class Pipeline(DraftState):
             device = "cpu" if generator is None else generator.device
             seed = int(torch.randint(1 << 62, (1,), generator=generator, device=device))
         pruned, compact = pruner is not None, pruner is not None and pruner.compact
-        self._engine.begin(inputs, prompt.warp, pruned, compact, seed, prompt.stream, prompt.lasts)
+        self._unsent = inputs, prompt.warp, pruned, compact, seed, prompt.stream, prompt.lasts
+        if prompt.stream is not None:
+            self._pace = prompt.stream.pace = prompt.stream.pace or Pace()
+            self._pace.go_on()
+            self._resume = self._pace.rest
+        if not self._resume:
+            self._send()
         if pruner is None:
             self._ask()
+
+    def _send(self) -> None:
+        """Give the engine the prompt, if it has not got it."""
+        if self._unsent is not None:
+            self._engine.begin(*self._unsent)
+        self._unsent = None
 
     def _taken_up(self, prompt: Prompt) -> _Turn | None:
         """The turn before, from which the engine goes on; None: it reads all anew, which is text."""
@@ -247,6 +254,7 @@ class Pipeline(DraftState):
         return None
 
     def leave(self) -> _Turn:
+        self._send()
         return _Turn(self._engine.leave(self._prompt), self._pruner is not None)
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
@@ -257,7 +265,6 @@ class Pipeline(DraftState):
         self._ask()
 
     def propose(self) -> Proposal:
-        # The target adds a token of its own to whatever it keeps.
         most = max(self._left - len(self._said) - 1, 0)
         ahead = self._line[len(self._said) :][:most] if self._agrees() else []
         self._ahead = len(ahead)
@@ -274,8 +281,7 @@ class Pipeline(DraftState):
         for device in self._waited:
             torch.cuda.current_stream(device).synchronize()
         self._pace.step(time.perf_counter() - self._began)
-        # The token that follows what is being verified; without a window at work it may have been written before. A window
-        # is waited for twice as long as a round takes; not at all while the draft reads, or is late already.
+        # A window is waited for twice as long as a round takes; not at all while the draft reads, or is late already.
         if self._busy:
             round_s = max(self._pace.step_s, self._window * self._pace.draft_s)
             self._collect(0.05 + 2 * round_s if self._due else 0.0)
@@ -287,18 +293,16 @@ class Pipeline(DraftState):
         first = not self._said
         if first and self._busy:
             self._collect(0.0)
-            self._ready = len(self._line)
+            self._tally.ready = len(self._line)
             kept = int(self._line[:1] == tokens[:1])
         elif not first:
             mode = "post_verify" if self._ahead else "pre_verify" if self._due else "alone"
-            self._figures[mode] += 1
+            self._tally.figures[mode] += 1
             if mode != "alone":
                 self._pace.judge(kept, len(tokens) > kept)
         self._said += tokens
         self._odds = {place: odds for place, odds in self._odds.items() if place >= len(self._said)}
-        self._streaks[-1] += kept
-        if len(tokens) > kept:
-            self._streaks.append(0)
+        self._tally.judged(kept, len(tokens) > kept)
         if not self._busy:
             self._ask()
 
@@ -310,13 +314,13 @@ class Pipeline(DraftState):
         pace, choice, said = self._pace, self._choice, len(self._said)
         if said < self._resume:
             return
+        self._send()
         if choice.window is None and pace.known:
-            self._window, self._gain = best_window(pace.step_s, pace.draft_s, pace.keep, choice.most)
-            # A draft that cannot gain rests for a while.
-            if pace.rounds >= SETTLED and self._gain <= 1.0 and len(self._line) <= said:
-                self._figures["pauses"] += 1
-                self._resume = said + PAUSE
-                pace.rounds = 1
+            self._window, gain = best_window(pace.step_s, pace.draft_s, pace.keep, choice.most)
+            self._tally.gain = gain
+            if len(self._line) <= said and (rest := pace.pause(gain)):
+                self._tally.figures["pauses"] += 1
+                self._resume = said + rest
                 return
         length, fix = len(self._line), []
         if not self._agrees():
@@ -328,30 +332,32 @@ class Pipeline(DraftState):
             return
         self._engine.ask(length, fix, count)
         self._busy, self._asked = True, time.perf_counter()
-        self._windows.append(count)
+        self._tally.windows.append(count)
 
     def _collect(self, limit_s: float) -> None:
         written = self._engine.collect(limit_s)
         if written is None:
-            self._figures["late"] += self._due
+            self._tally.figures["late"] += self._due
             self._due = False
             return
         self._busy, self._due = False, True
         self._odds |= dict(enumerate(written.odds, len(self._line)))
         self._line += written.ids
-        self._figures["drafted"] += len(written.ids)
-        self._prompt_s = written.prompt_s
+        self._tally.figures["drafted"] += len(written.ids)
+        self._tally.prompt_s = written.prompt_s
         self._pace.drafted(written.seconds, len(written.ids))
 
     def close(self) -> None:
         """Raises `DraftError`, when all is closed, for a draft that has been silent for `QUIET_S` and more."""
-        late = self._busy and not self._due and self._figures["drafted"]
+        late = self._busy and not self._due and self._tally.figures["drafted"]
         silent = time.perf_counter() - self._asked if late else 0.0
         self._busy = False
+        self._pace.rest = max(0, self._resume - len(self._said))
         if self._way is not None:
             self._way.add(self._pace)
             self._way = None
-        self._engine.close()
+        if self._unsent is None:
+            self._engine.close()
         if silent >= QUIET_S:
             raise DraftError(
                 f"the second process had said nothing for {silent:.1f} s when the answer ended; it is given up after "
@@ -359,32 +365,7 @@ class Pipeline(DraftState):
             )
 
     def notes(self) -> list[str]:
-        """What the draft read, how often the target decoded without it, and why it paused, in words."""
-        notes = [*self._unused, *filter(None, [self._read])]
-        if alone := self._figures["alone"]:
-            steps = f"{alone} target step{'' if alone == 1 else 's'}"
-            notes.append(f"{steps} without it, while it read the prompt or said nothing")
-        if pauses := self._figures["pauses"]:
-            pace = self._pace
-            notes.append(
-                f"paused {pauses} time{'' if pauses == 1 else 's'}: a target step takes {pace.step_s / pace.draft_s:.2f} "
-                f"draft steps, with {pace.keep:.0%} kept the best window is worth {self._gain:.2f} x"
-            )
-        return notes
+        return [*self._unused, *filter(None, [self._read]), *self._tally.notes(self._pace)]
 
     def counters(self) -> dict[str, float]:
-        """Rounds of each mode; streaks: drafted tokens kept in a row over windows, the paper's adaptive length."""
-        streaks, windows, pace = [*filter(None, self._streaks)] or [0], self._windows or [0], self._pace
-        return {
-            **{name: float(value) for name, value in self._figures.items()},
-            "streak_mean": sum(streaks) / len(streaks),
-            "streak_max": float(max(streaks)),
-            "window": float(self._window),
-            "window_mean": sum(windows) / len(windows),
-            "ready_at_start": float(self._ready),
-            "target_step_s": pace.step_s,
-            "draft_step_s": pace.draft_s,
-            "draft_prompt_s": self._prompt_s,
-            "keep_rate": pace.keep,
-            **({} if self._gain is None else {"expected_gain": self._gain}),
-        }
+        return self._tally.counters(self._pace, self._window)

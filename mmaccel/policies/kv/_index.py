@@ -137,6 +137,9 @@ class Index(ABC):
     def digest(self, keep: int = 0) -> None:
         """Take in what has arrived, but for the last `keep` passes."""
 
+    def digest_some(self) -> None:
+        """Take in a few of the units that have arrived, if that waits for no device."""
+
     def forget(self, units: Sequence[int]) -> None:
         """The keys and values of `units` are no more: they are not found again."""
         rows = self._at.rows(torch.tensor(list(units), dtype=torch.long))

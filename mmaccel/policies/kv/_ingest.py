@@ -21,7 +21,7 @@ SHARE = 0.5
 """Of the memory that is free when an ingestion begins: the rest is for a pass's own values and for the index."""
 
 RUN = 16
-"""Units that leave together when an ingestion has ended."""
+"""Units that leave together when an ingestion has ended, where a store may have to make room for them."""
 
 MOST = 1 << 16
 """Units between two bases at most, where their places pass no limit."""
@@ -139,6 +139,8 @@ class IngestState(PassState):
         self._ingested: Ingested | None = None
         self._taken, self._share = 0, 0.0
 
+    together = RUN
+
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         """Units ``first .. first + count`` leave the window of a layer; [1, G, count * P, D]."""
 
@@ -161,6 +163,7 @@ class IngestState(PassState):
         fit = units_that_fit(self.stream, self.geometry, self.device)
         most = fit if self.ingest is None else min(fit, self.ingest)
         self._ingested = Ingested(sides, self.stream.head, self.stream.unit, most)
+        self.last_listed = {}
 
     def fit(self, first: int, count: int) -> int:
         if self._ingested is None:
@@ -192,9 +195,8 @@ class IngestState(PassState):
         self._first, self._base = first, max(0, int(places.at(first)) - self._spare) if far else 0
 
     def _leave(self, held: Ingested, count: int) -> None:
-        # As many at a time as passes of live frames have: a store makes room for so many at once.
-        for begin in range(0, count, RUN):
-            some = min(RUN, count - begin)
+        for begin in range(0, count, self.together):
+            some = min(self.together, count - begin)
             for layer in range(self.geometry.layers):
                 self._gone(layer, self._first + begin, some, *held.of(layer, begin, some))
 
@@ -226,7 +228,7 @@ class IngestState(PassState):
 
     def idle(self) -> None:
         super().idle()
-        held, self._ingested = self._ingested, None
+        held, self._ingested, self.last_listed = self._ingested, None, None
         if held is None:
             return
         gone = max(0, held.units - self.window)

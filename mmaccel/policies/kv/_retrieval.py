@@ -92,8 +92,8 @@ class ArchivedMemory(StreamMemory):
         elif stream_pass.kind == "units":
             self._encoded, self._encodes = [], False
             if self.encode_budget and self._first:
-                # A pass retrieves from the clusters of all that came before, wherever calls of `watch` and questions lie.
-                # The host makes them while the device runs the vision tower for this pass, which was begun already.
+                # From the clusters of all that came before, wherever calls of `watch` and questions lie. The host makes
+                # them while the device runs the vision tower for this pass, which was begun already.
                 self.index.digest()
                 self.index.refresh()
                 self._encodes = len(self.index.prepare(self._first).entries) > 0

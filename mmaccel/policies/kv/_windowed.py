@@ -184,20 +184,26 @@ class StreamMemory(IngestState):
             self._rows.at(layer, query, slot, turned=False)
         return slot
 
+    @torch.no_grad()
+    def all_write_slot(self) -> list[CacheSlot] | None:
+        stream_pass, layers = self._stream_pass, self.geometry.layers
+        if stream_pass is None or stream_pass.kind != "answer" or len(self._asked) < layers:
+            return None
+        return [self._slot(layer, self._asked[layer].key, stream_pass) for layer in range(layers)]
+
     def _slot(self, layer: int, query: Tensor, stream_pass: StreamPass) -> CacheSlot:
         if layer not in self._asked:
             self._asked[layer] = self._gather(layer, query, stream_pass)
         asked = self._asked[layer]
-        extra, seen = (
-            0 if stream_pass.kind == "proxy" else self._extra,
-            asked.seen if self.compact else self._count,
-        )
+        extra = 0 if stream_pass.kind == "proxy" else self._extra
+        seen = asked.seen if self.compact else self._count
         angles = self.rope.at(
             ("tail", seen, extra, stream_pass.rows),
             lambda: self._after(seen, extra, stream_pass, not self.compact),
         )
         start, end = asked.base + extra, asked.base + extra + max(stream_pass.rows, MARGIN)
-        asked.key, asked.value = (grow_buffer(x, 2, end, used=start) for x in (asked.key, asked.value))
+        if end > asked.key.shape[2]:
+            asked.key, asked.value = (grow_buffer(x, 2, end, used=start) for x in (asked.key, asked.value))
         return CacheSlot(asked.key, asked.value, start, angles, asked.bias)
 
     def _answer(

@@ -126,7 +126,7 @@ def test_a_draft_that_falls_silent_is_told_of(
     assert whole[0].tolist() == alone(target, [0], limit(34))
     counters = state.counters()
     assert counters["late"] == 1 and counters["alone"] > 10
-    note = f"{int(counters['alone'])} target steps without it, while it read the prompt or said nothing"
+    note = f"{int(counters['alone'])} target steps without it, while it read the prompt, paused or said nothing"
     assert state.notes() == [note]
     assert ["had said nothing for" in why for why in meter.failures] == [True] * told
 

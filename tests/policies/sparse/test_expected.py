@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmaccel.backends import reference, select
-from mmaccel.backends.select import Costs, Line
+from mmaccel.backends.measure import Costs, Line
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.recipe import Recipe

@@ -75,6 +75,8 @@ class ClusterIndex(Index):
     @torch.no_grad()
     def digest(self, keep: int = 0) -> None:
         """Cluster what has arrived; the device is told later, unless it would be too far behind, or `keep` is 0."""
+        if self.tree.behind:
+            self.tree.insert(self._window)
         while self.tree.means.waiting > keep:
             retrieved = self.tree.means.take()
             retrieved = None if retrieved is None else self._at.rows(retrieved)
@@ -84,6 +86,14 @@ class ClusterIndex(Index):
             self.tree.insert(self._window, retrieved)
         if self.tree.units - self._units > BEHIND * bool(keep):
             self.refresh()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def digest_some(self) -> None:
+        if self.tree.behind or self.tree.means.here:
+            if not self.tree.behind:
+                self.tree.means.take()
+            self.tree.insert(self._window, most=1)
 
     @torch.inference_mode(False)
     @torch.no_grad()

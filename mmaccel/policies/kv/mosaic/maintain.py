@@ -140,12 +140,18 @@ class Hierarchy:
         """The tables of clusters by the names of the levels, once there are clusters."""
         return {"visual": self.visual, "semantic": self.semantic} if self.bounds else {}
 
+    @property
+    def behind(self) -> bool:
+        """Whether there are units that have means and no cluster."""
+        return self.started and self.units < self.means.units
+
     @one_thread()
-    def insert(self, window: int, retrieved: Tensor | None = None) -> None:
+    def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
         """Take in the units that have means and no cluster, in their order.
 
         window   the last units before one that count as held on the device when it comes
         retrieved  [L, n] older units that are held there too
+        most     times `TOGETHER` units at most; None: all
         """
         have = self.means.units
         self.visual.reach(have)
@@ -160,7 +166,7 @@ class Hierarchy:
         if retrieved is not None:
             cached = torch.zeros(self.layers, have, dtype=torch.bool).scatter_(1, retrieved, True)
         every = torch.arange(self.layers)
-        for begin in range(self.units, have, TOGETHER):
+        for begin in range(self.units, have, TOGETHER)[:most]:
             units = torch.arange(begin, min(begin + TOGETHER, have))
             matching = Matching(self.visual, self.means.look_points(ZERO, units))
             keys = self.means.key_points(every, units.expand(self.layers, -1)).unbind(1)

@@ -190,6 +190,14 @@ class UnitMeans:
         """Passes that have arrived and are not taken in."""
         return len(self._inbox)
 
+    @property
+    def here(self) -> bool:
+        """Whether the first of the passes that are `waiting` has reached the host, and has retrieved nothing."""
+        if not self._inbox or len(self._inbox[0][0]) > 3:
+            return False
+        event = self._inbox[0][1]
+        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
     def take(self) -> Tensor | None:
         """Take in the first of the passes that are `waiting`; the units [L, k] that it retrieved, if any."""
         (look, key, value, *rest), event = self._inbox.popleft()

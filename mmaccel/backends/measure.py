@@ -1,0 +1,207 @@
+"""What attention and its plans cost on a device, measured: lines through the times of a short and a long prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part, prepare
+from mmaccel.backends.ops.dense_attend import dense_attend
+
+LIMIT = 10.0  # seconds that measuring may take
+# Seconds a backend takes to compile, about; one for which there is no time is not tried.
+STARTS = {"triton": 4.0, "flash": 6.0, "flex": 20.0}
+LENGTHS = (4096, 16384)  # tokens of the two prompts that are timed
+BLOCK = 64  # tokens of a block unless a pattern says otherwise
+CYCLES = 2e9  # of a device in a second, about
+AHEAD = 3.0  # times as long as a host launches a plan the device is kept busy before
+
+Bench = Callable[..., float]
+"""Runs something as often as it wants and says how many seconds one run takes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention of one layer: query heads, key/value heads, head size, and the type of the tensors."""
+
+    heads: int
+    groups: int
+    size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of `work` units: ``fixed + each * work``."""
+
+    fixed: float
+    each: float
+
+    def __call__(self, work: float) -> float:
+        return self.fixed + self.each * work
+
+    @classmethod
+    def through(cls, short: tuple[float, float], long: tuple[float, float]) -> Line:
+        """The line through two points (work, seconds); through the longer alone where the shorter took longer."""
+        (less, early), (more, late) = short, long
+        each = (late - early) / (more - less)
+        if each <= 0:
+            return cls(0.0, late / more)
+        return cls(max(early - each * less, 0.0), each)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on one device for one shape.
+
+    dense     a unit is a causal pair of one query head
+    sparse    backend -> the same, a unit being a pair in a listed block; lists are each head's own
+    planning  making the plan of a layer; a unit is a token. On CUDA what the device takes; the host works ahead of it
+    untried   backend -> why it has no cost
+    host      seconds in which the host launches a plan on CUDA, whatever its length
+    """
+
+    dense: Line
+    sparse: dict[str, Line]
+    planning: Line = Line(0.0, 0.0)
+    untried: dict[str, str] = field(default_factory=dict)
+    host: float = 0.0
+
+    def planned(self, attention: float, tokens: float) -> float:
+        """Seconds of a layer whose plan for `tokens` tokens is made and then run in `attention` seconds."""
+        return max(self.host, attention + self.planning(tokens))
+
+    def scaled(self, factor: float) -> Costs:
+        """The same at heads `factor` times as large: what a pair costs goes with their size."""
+        sparse = {name: replace(line, each=line.each * factor) for name, line in self.sparse.items()}
+        return replace(self, dense=replace(self.dense, each=self.dense.each * factor), sparse=sparse)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Costs:
+        """From what `asdict` made of one."""
+        sparse = {name: Line(**line) for name, line in found["sparse"].items()}
+        dense, planning = Line(**found["dense"]), Line(**found["planning"])
+        return cls(dense, sparse, planning, dict(found["untried"]), float(found["host"]))
+
+
+def bench(run: Callable[[], Any], device: torch.device, ahead: float = 0.0) -> float:
+    """The least of five runs after two that do not count, for what else a host does only adds; by events on CUDA. There the
+    device is kept busy for `ahead` seconds before each, so that a host that launches within that time is not counted."""
+    taken: list[float] = []
+    for _ in range(7):
+        if device.type != "cuda":
+            began = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - began)
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        if ahead:
+            torch.cuda._sleep(int(ahead * CYCLES))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(device)
+        taken.append(float(begin.elapsed_time(end)) / 1e3)
+    return min(taken[2:])
+
+
+def launching(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds in which the host launches `run`, the least of three after one that does not count; 0 on a host alone."""
+    if device.type != "cuda":
+        return 0.0
+    taken: list[float] = []
+    for _ in range(4):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])
+
+
+def measured_costs(
+    device: torch.device,
+    shape: Shape,
+    backends: Mapping[str, Callable[..., tuple[Tensor, Tensor]]],
+    plan: Callable[[int], Callable[[], Any]] | None = None,
+    *,
+    bench: Bench = bench,
+    clock: Callable[[], float] = time.perf_counter,
+    limit: float = LIMIT,
+    lengths: tuple[int, int] = LENGTHS,
+    block: int = BLOCK,
+) -> Costs:
+    """Time dense attention, the backends in their order on blocks of `block` tokens, and `plan(tokens)()`, in about `limit`
+    seconds."""
+    began = clock()
+    tensors = {n: _tensors(shape, n, device) for n in lengths}
+    scale = shape.size**-0.5
+
+    def line(make: Callable[[int], tuple[float, Callable[[], Any]]]) -> Line:
+        (short, first), (long, second) = (make(n) for n in lengths)
+        return Line.through((short, bench(first, device)), (long, bench(second, device)))
+
+    def plans(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Line, float]:
+        host = launching(second, device)
+        more = {"ahead": AHEAD * host} if host else {}
+        early, late = (bench(one, device, **more) for one in (first, second))
+        # What does not grow between two prompts does not grow beyond them.
+        flat = late <= early
+        line = Line(late, 0.0) if flat else Line.through((lengths[0], early), (lengths[1], late))
+        return line, host
+
+    def dense(n: int) -> tuple[float, Callable[[], Any]]:
+        return shape.heads * n * (n + 1) / 2, lambda: dense_attend(*tensors[n], scale)
+
+    costs_dense = line(dense)
+    costs_plan, host = (Line(0.0, 0.0), 0.0) if plan is None else plans(*(plan(n) for n in lengths))
+    found: dict[str, Line] = {}
+    untried: dict[str, str] = {}
+    for name, kernel in backends.items():
+        if found and clock() - began + STARTS.get(name, 0.0) > limit:
+            untried[name] = (
+                f"it takes about {STARTS[name]:.0f} s to start" if name in STARTS else "no time was left"
+            )
+            continue
+
+        def blocks(n: int, kernel: Callable[..., Any] = kernel) -> tuple[float, Callable[[], Any]]:
+            listed, part = near_blocks(n, shape.heads, device, block)
+            made = prepare(kernel, part, *tensors[n][:2], block, block, 0)
+            return listed * block**2, lambda: kernel(*tensors[n], *part.pack(), block, block, scale, 0, *made)
+
+        try:
+            found[name] = line(blocks)
+        except Exception as error:  # whatever a compiler or a device may raise: another backend serves then
+            untried[name] = f"it failed with {type(error).__name__}"
+    return Costs(costs_dense, found, costs_plan, untried, host)
+
+
+def _tensors(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        drawn = torch.randn(1, n, heads, shape.size, generator=generator, device=device)
+        return drawn.to(shape.dtype).transpose(1, 2)
+
+    return draw(shape.heads), draw(shape.groups), draw(shape.groups)
+
+
+def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, Part]:
+    """A part in which each block of `size` queries lists the nearest eighth of the blocks; with how many it lists."""
+    m = n // size
+    block = torch.arange(m, device=device)
+    count = (block + 1).clamp(max=max(1, m // 8))
+    upto, none = count.cumsum(0), torch.zeros_like(count)
+    index = torch.arange(int(upto[-1]), device=device) - (upto - block - 1).repeat_interleave(count)
+    # Each head has lists of its own, and the last block of each is tested.
+    begin = torch.arange(heads, device=device)[:, None] * len(index) + upto - count
+    row = torch.stack([begin, *(t.expand_as(begin) for t in (count, none, count - 1, none))], -1)[None]
+    pos = torch.arange(m * size, dtype=torch.int32, device=device).view(1, 1, -1)
+    kind = torch.full((1, 1, m), FULL, dtype=torch.int8, device=device)
+    lists = BlockLists(row, index.repeat(heads).to(torch.int32), kind)
+    rows = pos.expand(1, heads, -1).contiguous()
+    return heads * len(index), Part(rows, (KeySpan(pos, pos, pos, 0, 2**31 - 1, lists),))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,12 +16,13 @@ from torch import nn
 from typer import Option
 
 from mmaccel.backends import select
-from mmaccel.cli.console import counter, remark
+from mmaccel.cli.console import counter, many, remark
 from mmaccel.core.attach import Accelerated, accelerate, family_of
-from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoWarning
+from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoStalled, VideoWarning
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, endings, fields_of, names, stream_policy
 from mmaccel.core.registry import registry
+from mmaccel.core.streams.sources import Event, reopened
 from mmaccel.models import load_processor, loading
 
 if TYPE_CHECKING:
@@ -101,6 +103,39 @@ def recipes(texts: Sequence[str], draft: str | None = None) -> dict[str, Recipe]
             raise RecipeError(f"recipe {name!r} is given twice; give each once, or rename one of the files.")
         found[name] = recipe(text, draft)
     return found
+
+
+KeepSeconds = Annotated[
+    float | None, Option(help="Let go of frames that are older than so many seconds.", show_default=False)
+]
+
+
+def retaining(recipe: Recipe, keep_seconds: float | None, host_bytes: str | None, field: str) -> Recipe:
+    """The recipe whose memory lets go of what is older, and of the oldest where `field`, "host_bytes" or "process_bytes",
+    leaves no room; raises `RecipeError` for a memory that lets nothing go."""
+    changed: dict[str, Any] = {}
+    if keep_seconds is not None:
+        changed["keep_seconds"] = keep_seconds
+    if host_bytes is not None:
+        changed |= {field: size(host_bytes, "--host-bytes"), "spill": "drop_oldest"}
+    known = {one.name for one in dataclasses.fields(recipe.kv)}  # type: ignore[arg-type]
+    if changed and not {"keep_seconds", field} <= known:
+        option = "--keep-seconds" if keep_seconds is not None else "--host-bytes"
+        raise RecipeError(
+            f"{option}: kv {recipe.kv.name!r} lets nothing go for it; choose rekv or mosaic, or leave it out."
+        )
+    return dataclasses.replace(recipe, kv=dataclasses.replace(recipe.kv, **changed)) if changed else recipe
+
+
+SHARES = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def size(text: str, option: str) -> int:
+    """Bytes of such as 24GB or 22.5GiB; raises `RecipeError`."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2].upper() not in SHARES or not float(found[1]):
+        raise RecipeError(f"{option}: {text!r} is not a size; give one such as 24GB or 22.5GiB.")
+    return int(float(found[1]) * SHARES[found[2].upper()])
 
 
 def memory(text: str) -> Recipe:
@@ -203,3 +238,55 @@ def rate(fps: float, own: float | None) -> str:
     return (
         f"reads {fps:g}{of} frames a second (--fps); what is shown for less than {1 / fps:g} s may be missed."
     )
+
+
+def connected(opens: Callable[[], Any], note: Callable[[Event], None]) -> Generator[Video, None, None]:
+    """The clips of a camera or URL, opened again whenever it is over; `note` is told of each break, and so is the user."""
+
+    def told(event: Event) -> None:
+        note(event)
+        why = f" ({event.why.rstrip('.')})" if event.why else ""
+        remark(f"{event.kind} at {event.seconds:g} s{why}: it is opened again until frames come")
+
+    def later(clip: Video, seconds: float) -> Video:
+        return dataclasses.replace(clip, clock=clip.clock + seconds)
+
+    return reopened(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), later)
+
+
+def sound(
+    clips: Iterator[Video], video: str, fps: float, broken: list[VideoError], *, guess: bool, quiet: bool
+) -> Iterator[Video]:
+    """The same clips up to a stall or fault, which goes to `broken`; before the first clip it is raised.
+
+    Prints before the first how many frames a second are read, and how many the source has. Raises `VideoError` where `fps`
+    is more than both the source's mean rate and `FASTEST`; `guess`: that rate is unknown.
+    """
+    from mmaccel.media.sampling import FASTEST
+
+    begun = False
+    try:
+        for part in clips:
+            if not begun:
+                own = None if guess or not part.source_fps > 0 else part.source_fps
+                if fps > max(FASTEST, 1.001 * (own or 0.0)):
+                    raise VideoError(
+                        f"--fps: {fps:g} is more than the {max(FASTEST, own or 0.0):g} frames a second that can be read "
+                        f"of {video}; give no more."
+                    )
+                if not quiet:
+                    remark(rate(fps, own))
+            begun = True
+            yield part
+    except VideoError as error:
+        told = error
+        if isinstance(error, VideoStalled):
+            name, frames = str(error).partition(" stalled:")[0], many(error.frames, "frame")
+            told = VideoError(
+                f"{name} stalled: nothing came for {error.seconds:g} s after {frames}, and it has not ended; "
+                "raise --timeout."
+            )
+            told.__cause__ = error
+        if not begun:
+            raise told from told.__cause__
+        broken.append(told)

@@ -9,21 +9,11 @@ from typing import Annotated, Any
 from rich.table import Table
 from typer import Option
 
-from mmaccel.cli.choices import Json
+from mmaccel.cli.choices import Json, size
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core import costs
 from mmaccel.core.errors import RecipeError
-from mmaccel.policies.kv.store.slabs import host_total
-
-SHARES = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def size(text: str, option: str) -> int:
-    """Bytes of such as 24GB or 22.5GiB; raises `RecipeError`."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].upper() not in SHARES or not float(found[1]):
-        raise RecipeError(f"{option}: {text!r} is not a size; give one such as 24GB or 22.5GiB.")
-    return int(float(found[1]) * SHARES[found[2].upper()])
+from mmaccel.core.memory.buffers import host_total
 
 
 def recommend(

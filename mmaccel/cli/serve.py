@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from mmaccel.cli import choices
-from mmaccel.cli.choices import Device, Draft, Dtype, Model
+from mmaccel.cli.choices import Device, Draft, Dtype, KeepSeconds, Model
 from mmaccel.core.errors import MmaccelError, RecipeError
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ def serve(
     origin: Annotated[
         list[str] | None, Option(help="A page elsewhere that may call, as https://host; repeatable.")
     ] = None,
+    keep_seconds: KeepSeconds = None,
+    host_bytes: Annotated[
+        str | None,
+        Option(help="Host memory of all streams together, as 24GB; the oldest frames make room."),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     ray: Annotated[
@@ -78,6 +83,9 @@ def serve(
         origins=tuple(origin or ()),
     )
     chosen = choices.recipes(recipe or list(DEFAULT), draft)
+    lets_go = [name for name, one in chosen.items() if hasattr(one.kv, "keep_seconds")]
+    for name in lets_go or list(chosen):
+        chosen[name] = choices.retaining(chosen[name], keep_seconds, host_bytes, "process_bytes")
     for one in chosen.values():
         choices.check(one, model, device)
     make = partial(_engine, model, device, dtype, chosen, settings)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 from mmaccel.cli import choices
-from mmaccel.cli.choices import Device, Dtype, Json, Longest, Model
+from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
 from mmaccel.cli.console import bars, counter, many, out, print_json, remark, say, sentence
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, point_of
 from mmaccel.cli.program import INTERRUPTED, shielded, stopping
@@ -24,6 +25,7 @@ from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalle
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, recipe_of, writable
+from mmaccel.core.streams.sources import Event
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -59,6 +61,13 @@ def watch(
     timeout: Annotated[
         float, Option(help="Seconds of silence after which a live source has stalled.")
     ] = 10.0,
+    reconnect: Annotated[
+        bool, Option("--reconnect", help="Open a camera or URL again that stalls, breaks off or ends.")
+    ] = False,
+    keep_seconds: KeepSeconds = None,
+    host_bytes: Annotated[
+        str | None, Option(help="Host memory at most, as 24GB; the oldest frames make room.")
+    ] = None,
     gaps: Annotated[
         str, Option(help="A frame that stands: hold (taken again), skip, mark (and listed).")
     ] = "hold",
@@ -104,13 +113,21 @@ def watch(
         writable(save)
     try:
         chosen = choices.memory(recipe or RECIPE) if load is None else recipe_of(load)
+        if load is not None and (keep_seconds is not None or host_bytes is not None):
+            raise RecipeError("--keep-seconds, --host-bytes: a saved session has its own; leave them out.")
+        chosen = choices.retaining(chosen, keep_seconds, host_bytes, "host_bytes")
         processor = choices.processor(model)
         clips: Iterator[Video] = iter(())
         reading, point, broken, stored = None, None, list[VideoError](), False
+        breaks: list[Event] = []
         if video is not None:
             tell_of_world(processor, video)
             # What is live runs away while a model is loaded, and cannot be gone on with.
             comes = format is not None or is_url(video)
+            if reconnect and not comes:
+                raise VideoError(
+                    f"--reconnect: {video} is a file, which is read once; give a camera or a URL, or leave it out."
+                )
             if not comes and os.path.isfile(video):
                 size = None if follow else os.path.getsize(video)
                 reading = Reading(os.path.abspath(video), size, fps, gaps)
@@ -120,9 +137,12 @@ def watch(
             start = 0.0 if point is None else point.until
             if point is None or not point.whole:
                 count = clip or (STORED if stored else LIVE)
-                clips = media.clips(video, fps=fps, frames_per_clip=count, start=start, **how)
+                opens = partial(media.clips, video, fps=fps, frames_per_clip=count, start=start, **how)
+                clips = choices.connected(opens, breaks.append) if reconnect else opens()
             # Of a camera, or of a file that grows, the rate is a guess.
-            clips = sound(clips, video, fps, broken, guess=follow or format is not None, quiet=as_json)
+            clips = choices.sound(
+                clips, video, fps, broken, guess=follow or format is not None, quiet=as_json
+            )
             if not comes and not follow:
                 # Opened before a model is loaded.
                 clips = chain([one for one in [next(clips, None)] if one is not None], clips)
@@ -202,6 +222,8 @@ def watch(
             "complete": not stopped and not failed,
             "ended": "stopped" if stopped else ended,
             "events": [asdict(one) for one in events],
+            "breaks": [asdict(one) for one in breaks],
+            "let_go": [asdict(one) for one in session.events],
             "error": " ".join(map(in_words, failed)) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
             "answers": work.told,
@@ -213,6 +235,8 @@ def watch(
     else:
         for one in events:
             remark(f"{one.kind} at {one.time:g} s" + (f", {one.seconds:.3g} s" if one.seconds else ""))
+        for gone in session.events:
+            remark(f"let go of frames of {gone.lasted or 0:.3g} s, up to {gone.seconds:g} s")
         if left:
             named = (f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
             remark(f"not answered: {', '.join(named)}")
@@ -354,41 +378,3 @@ class Watching:
 def in_words(error: Exception) -> str:
     """An error in a sentence; what nobody foresaw by its name."""
     return sentence(error) or f"{type(error).__name__}: {error}"
-
-
-def sound(
-    clips: Iterator[Video], video: str, fps: float, broken: list[VideoError], *, guess: bool, quiet: bool
-) -> Iterator[Video]:
-    """The same clips up to a stall or fault, which goes to `broken`; before the first clip it is raised.
-
-    Prints before the first how many frames a second are read, and how many the source has. Raises `VideoError` where `fps`
-    is more than both the source's mean rate and `FASTEST`; `guess`: that rate is unknown.
-    """
-    from mmaccel.media.sampling import FASTEST
-
-    begun = False
-    try:
-        for part in clips:
-            if not begun:
-                own = None if guess or not part.source_fps > 0 else part.source_fps
-                if fps > max(FASTEST, 1.001 * (own or 0.0)):
-                    raise VideoError(
-                        f"--fps: {fps:g} is more than the {max(FASTEST, own or 0.0):g} frames a second that can be read "
-                        f"of {video}; give no more."
-                    )
-                if not quiet:
-                    remark(choices.rate(fps, own))
-            begun = True
-            yield part
-    except VideoError as error:
-        told = error
-        if isinstance(error, VideoStalled):
-            name, frames = str(error).partition(" stalled:")[0], many(error.frames, "frame")
-            told = VideoError(
-                f"{name} stalled: nothing came for {error.seconds:g} s after {frames}, and it has not ended; "
-                "raise --timeout."
-            )
-            told.__cause__ = error
-        if not begun:
-            raise told from told.__cause__
-        broken.append(told)

@@ -19,8 +19,9 @@ SETTINGS = (
     *("do_sample", *SAMPLING, "seed", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids"),
     *("min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings"),
     *OBJECTS,
+    "schema",
 )
-"""Settings of `generate` that `VideoSession.ask` takes; and a seed."""
+"""Settings of `generate` that `VideoSession.ask` takes; and a seed, and the schema of an answer in JSON."""
 
 
 def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
@@ -47,11 +48,18 @@ def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], 
     if (stops := given.pop("stop_strings", None)) is not None:
         told["stopping_criteria"].append(StopStringCriteria(adapter.processor.tokenizer, stops))
 
+    ends = sorted(adapter.ends())
+    if (schema := given.pop("schema", None)) is not None:
+        from mmaccel.models.schema import by_schema
+
+        told["logits_processor"].append(
+            by_schema(adapter.model, adapter.processor.tokenizer, schema, ends, ids.shape[1])
+        )
+
     def caught(model: Any, input_ids: Tensor, **made: Any) -> Tensor:
         found.update(made)
         return input_ids
 
-    ends = sorted(adapter.ends())
     own = {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0, "max_new_tokens": most}
     try:
         adapter.model.generate(

@@ -199,14 +199,14 @@ class StreamSteps:
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family = model, family
-        self._shape, self._choices, self._known = family.geometry(model), None, False
+        self._shape, self._known, self._sure = family.geometry(model), False, False
         self._watched: ModuleFingerprint | None = None
+        self._choices: Any = None
         self._layers: list[LayerStep] = []
         self._replays = Replays(home_of(model))
         # By the place of a question among those of a pass; and by layer and place.
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._starts: dict[tuple[int, int], tuple[Tensor, int]] = {}
-        self._sure = False
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
     def serves(self, rows: Tensor, again: bool = False) -> bool:

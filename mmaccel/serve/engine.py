@@ -28,6 +28,7 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.live import ended_with, threaded
 from mmaccel.media.video import Video
 from mmaccel.models import load_processor
+from mmaccel.models.schema import by_schema, end_tokens
 from mmaccel.models.together import sharing
 from mmaccel.serve import sources
 from mmaccel.serve.kept import Kept, KeptVideos
@@ -262,7 +263,9 @@ class Engine:
         wanted, cutter, text = asked.request.mmaccel, Cutter(asked.request.stops), ""
         async with kept.asking:  # a session reports on its last answer alone
             left = max(0.01, asked.deadline.left() or 0.0)
-            reply = kept.session.ask(question, asked.most, timeout=left, evidence=wanted.evidence)
+            reply = kept.session.ask(
+                question, asked.most, timeout=left, evidence=wanted.evidence, **asked.request.form
+            )
             async for piece in reply:
                 if not (text or kept.recipe.draft.active):
                     asked.joined()
@@ -287,7 +290,11 @@ class Engine:
         request, deadline, place = asked.request, asked.deadline, next(self.model.parameters())
         inputs = self.processor.chat(self._content(asked), device=place.device, dtype=place.dtype)
         deadline.check()
+        rows = inputs["input_ids"].shape[1]
+        ends = end_tokens(self.model, self.processor.tokenizer)
         how = {"max_new_tokens": asked.most, "max_time": deadline.left(), **request.options()}
+        for schema in request.form.values():
+            how["logits_processor"] = [by_schema(self.model, self.processor.tokenizer, schema, ends, rows)]
         with ExitStack() as drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
 
             def joined() -> None:
@@ -305,15 +312,12 @@ class Engine:
             report = fast.report().to_dict()
         over = deadline.over()
         speech.end()
-        told: Any = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        told = self.processor.tokenizer.eos_token_id if told is None else told
-        ends = set(told) if isinstance(told, list | tuple) else {told}
         if speech.cutter.stopped or (speech.ids and speech.ids[-1] in ends):
             reason = "stop"
         else:
             reason = "length" if len(speech.ids) >= asked.most else over or "positions"
-        rows, said = inputs["input_ids"].shape[1], speech.cutter.said
-        return Completion(said, reason, rows, len(speech.ids), asked.recipe, report, alone=seat.alone)
+        what = speech.cutter.said, reason, rows, len(speech.ids), asked.recipe, report
+        return Completion(*what, alone=seat.alone)
 
     def _content(self, asked: Asked) -> list[dict[str, Any]]:
         """The messages as `Processor.chat` takes them."""
@@ -333,10 +337,8 @@ class Engine:
             return found
 
         roles = {"developer": "system"}
-        return [
-            {"role": roles.get(one.role, one.role), "content": [piece(part) for part in one.parts()]}
-            for one in request.messages
-        ]
+        said = [(one.role, [piece(part) for part in one.parts()]) for one in request.messages]
+        return [{"role": roles.get(role, role), "content": parts} for role, parts in said]
 
     @contextmanager
     def _draws(self, deadline: Deadline) -> Iterator[None]:
@@ -388,9 +390,7 @@ class Engine:
         self.metrics.out_of_memory.inc()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        raise Refused(
-            503, "the device has no memory left for this request; ask for fewer frames.", OUT_OF_MEMORY
-        )
+        raise Refused(503, "the device has no memory for this request; ask for fewer frames.", OUT_OF_MEMORY)
 
     async def close(self) -> None:
         """Give back all that is kept."""

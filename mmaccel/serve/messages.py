@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -80,6 +80,28 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
+class Named(Strict):
+    """A JSON schema; an answer is always held to it, `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class Format(Strict):
+    """Text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Named | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Format:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and with no other")
+        return self
+
+
 class Sampling(Strict):
     """How an answer is drawn: greedily without a `temperature`."""
 
@@ -88,6 +110,15 @@ class Sampling(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stream: bool = False
+    response_format: Format | None = None
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The schema that the answer is held to, as a setting of an answer; none for text."""
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return {}
+        return {"schema": {"type": "object"} if asked.json_schema is None else asked.json_schema.json_schema}
 
     @property
     def greedy(self) -> bool:

@@ -256,6 +256,7 @@ class Streams:
         seconds = min(asked.timeout or limits.seconds, limits.seconds)
         async with self.working(stream):
             how: dict[str, Any] = {"chat": asked.chat, "between": asked.between, "evidence": asked.evidence}
+            how |= asked.form
             if not asked.greedy:
                 how |= asked.options() | ({} if asked.seed is None else {"seed": asked.seed})
             reply = stream.session.ask(asked.question, most, timeout=seconds, **how)

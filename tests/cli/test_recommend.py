@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mmaccel.cli.recommend import size
+from mmaccel.cli.choices import size
 
 Call = Callable[..., tuple[int, str, str]]
 FILM = ("recommend", "--minutes", "60", "--questions", "5", "--device", "h200", "--host-memory", "64GB")

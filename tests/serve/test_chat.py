@@ -156,6 +156,32 @@ def test_stop_texts_end_an_answer_and_are_not_said(served: Served) -> None:
                 assert choice["message"]["content"] == cut and choice["finish_reason"] == "stop"
 
 
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+FORMS = [
+    {
+        "type": "json_schema",
+        "json_schema": {"name": "number", "schema": {**NUMBER, "additionalProperties": False}},
+    },
+    {"type": "json_object"},
+]
+
+
+@pytest.mark.parametrize("recipe", ["dense", "mosaic", "prompt_lookup"])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_in_json(served: Served, recipe: str, form: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    fields = {"max_tokens": 40, "mmaccel": {"recipe": recipe}, "response_format": form}
+    response = served.chat([video(frames_url()), text("How many stars? Answer in JSON.")], **fields)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    said = choice["message"]["content"]
+    assert said.startswith("{")
+    if choice["finish_reason"] == "stop" and form["type"] == "json_schema":
+        assert type(json.loads(said)["n"]) is int
+    plain = served.chat([video(frames_url()), text()], **fields | {"response_format": {"type": "text"}})
+    assert not plain.json()["choices"][0]["message"]["content"].startswith("{")
+
+
 def test_a_seed_draws_the_same_again(served: Served) -> None:
     how = {"temperature": 2.0, "max_tokens": 16}
     words = [video(frames_url(12)), text("Describe the video.")]
@@ -205,6 +231,8 @@ def test_metrics_count(served: Served) -> None:
         ({"max_tokens": 10**6}, "max_tokens: 1000000 is more than the 4096"),
         ({"temperature": -1}, "temperature: input should be"),
         ({"messages": []}, "messages: list should have at least 1 item"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema goes with the type json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type: input should be"),
         ({"stop": ["", "a"]}, "stop: value error, a stop text is empty"),
         ({"mmaccel": {"frames": 10**7}}, "frames: 10000000 is more than the 4096"),
     ],

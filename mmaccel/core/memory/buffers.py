@@ -1,9 +1,15 @@
-"""The buffer that memories grow in: a tensor with room ahead of need along one axis."""
+"""Room for memories: the buffer that they grow in, rows that are given back, and what the host has."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from mmaccel.core.errors import ModelError
+from mmaccel.core.files import checkpoint_io
 
 # Places beyond what is needed: an eighth, within these bounds, for doubling would waste half the device at 1M tokens; and at
 # least `LEAST` where the caller gives the share.
@@ -45,3 +51,91 @@ def grow_buffer(
         count = min(buffer.shape[axis], buffer.shape[axis] if used is None else used)
         out.narrow(axis, 0, count).copy_(buffer.narrow(axis, 0, count))
     return out
+
+
+class UnitRows:
+    """Which row each unit of a stream has, on the host, where rows of units that are no more are given back.
+
+    The first rows are those of the units `old` [k], ascending, and row n behind these is that of unit n + `gap`; until
+    `keep` is called a unit's row is its number.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Each unit has the row of its number."""
+        self.old, self.gap = torch.zeros(0, dtype=torch.long), 0
+
+    def keep(self, rows: int, kept: Tensor) -> None:
+        """Of the first `rows` rows, which are all, those `kept` [k] stay, as the first ones."""
+        self.old, self.gap = self.units(rows)[kept], self.gap + rows - len(kept)
+
+    def units(self, rows: int) -> Tensor:
+        """[rows] the units of the first rows."""
+        return torch.cat([self.old, torch.arange(len(self.old), max(rows, len(self.old))) + self.gap])[:rows]
+
+    def rows(self, units: Tensor) -> Tensor:
+        """The rows of `units`, of any shape; -1 for those that have none any more."""
+        if not self.gap:
+            return units
+        fresh, at = units - self.gap, torch.searchsorted(self.old, units)
+        known = torch.cat([self.old, torch.tensor([-1])])[at] == units
+        return torch.where(fresh >= len(self.old), fresh, torch.where(known, at, -1))
+
+    def below(self, end: int) -> int:
+        """Rows of units below `end`."""
+        return max(end - self.gap, int(torch.searchsorted(self.old, end))) if self.gap else end
+
+    def told(self) -> dict[str, Any]:
+        """JSON-ready, for `read`."""
+        return {"old": self.old.tolist(), "gap": self.gap} if self.gap else {}
+
+    def read(self, told: dict[str, Any], units: int) -> int:
+        """Be as when `told` gave this, of a stream of so many units; gives how many rows there are."""
+        (gap,) = checkpoint_io.numbers([told.get("gap", 0)], "index: gap", units + 1)
+        old = checkpoint_io.numbers(told.get("old", []), "index: old", units)
+        if old != sorted(set(old)) or len(old) > units - gap:
+            raise ModelError("index: old units cannot be; the file is damaged.")
+        self.old, self.gap = torch.tensor(old, dtype=torch.long), gap
+        return units - gap
+
+
+UNKNOWN = 2**62
+"""More than there is: what is not known limits nothing."""
+MEMINFO = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")
+FORMS = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
+"""Limit, use and statistics of the container around this process, and how names of these begin, in both forms of the
+system's control groups."""
+
+
+def host_total() -> int:
+    """Bytes of memory of the host, or of the container around this process where that is less."""
+    limits = (_numbers(GROUP / limit).get("", UNKNOWN) for limit, *_ in FORMS)
+    return min(_numbers(MEMINFO, 1024).get("MemTotal", UNKNOWN), UNKNOWN, *limits)
+
+
+def host_available() -> int:
+    """Bytes that can still be taken without harm; the system's copies of files give way and do not count as used."""
+    left = _numbers(MEMINFO, 1024).get("MemAvailable", UNKNOWN)
+    for limit, use, stat, begin in FORMS:
+        most = _numbers(GROUP / limit).get("", UNKNOWN)
+        if most < UNKNOWN:
+            cached = _numbers(GROUP / stat)
+            files = sum(cached.get(f"{begin}{kind}_file", 0) for kind in ("inactive", "active"))
+            left = min(left, most - _numbers(GROUP / use).get("", 0) + files)
+    return max(0, left)
+
+
+def _numbers(path: Path, unit: int = 1) -> dict[str, int]:
+    """The numbers in a file of the system, each in `unit`s, by the name in its line, "" where there is none."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    rows = [["", *line.removesuffix(" kB").replace(":", "").split()] for line in lines]
+    return {row[-2]: int(row[-1]) * unit for row in rows if row[-1].isdigit()}

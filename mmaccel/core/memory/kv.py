@@ -59,8 +59,7 @@ class KVState(ABC):
 
     @abstractmethod
     def view(self, layer: int, query: Tensor) -> KVView:
-        """The keys and values that `query` [B, H, n, D], the last `n` appended columns, sees at this layer, those
-        columns included."""
+        """The keys and values that `query` [B, H, n, D] of the last `n` appended columns sees at this layer, theirs too."""
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
         """Told the hidden state [B, n, E] entering `layer`; a memory elsewhere starts to fetch for the next layer."""
@@ -288,8 +287,7 @@ class StreamState(KVState):
     def between(self, first: int, end: int) -> None:
         """Told of a snapshot that its question is on the units ``first .. end`` alone: it retrieves no others."""
 
-    parts: bool = False
-    """Whether units may also come while the question of a snapshot is between two layers."""
+    parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         """In place of `view`, for callers that rotate and write the rows themselves: the slot, or None: use `view`."""
@@ -313,30 +311,33 @@ class StreamState(KVState):
         views have a `layout`. Called before each clip, of a policy that `ingests`."""
 
     def idle(self) -> None:
-        """Nothing more comes for now: what was put off while units came is done, so that a question need not wait for it. An
-        ingestion ends."""
+        """Nothing more comes for now: what was put off while units came is done, and an ingestion ends."""
+
+    def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
+        """Forget units that are too old, by the seconds at which each was `shown`. Those that are `pinned` stay, and from
+        now on also when room is made. Gives the numbers of all that were forgotten since this was last asked."""
+        return []
 
     def evidence(self) -> dict[int, Seen]:
         """Units that the last question attended to, and how: number of a unit -> `Seen`."""
         return {}
 
     def summaries(self, layer: int) -> int:
-        """How many columns between the head and the units in the view of `layer` are tokens of no unit, while a question
-        runs."""
+        """While a question runs: how many columns between head and units in the view of `layer` are tokens of no unit."""
         return 0
 
     def seen(self, layer: int) -> Tensor | None:
         """While a question runs: the stream tokens [m] long behind the columns that `layer` sees, without head and
-        `summaries`. A token's number is the number of its unit times P, plus its index in the unit. None: not known."""
+        summaries: of each its unit's number times P, plus its index in the unit. None: not known."""
         return None
 
     def seen_only(self, layer: int, columns: Tensor) -> None:
-        """Told, while a question runs, that of the columns before it only `columns` [k] of the view of `layer` are seen, for
-        a pruner drops the rest: `evidence` weighs these alone."""
+        """Told, while a question runs, that a pruner leaves of the columns before it only `columns` [k] of the view of
+        `layer`: `evidence` weighs these alone."""
 
     def listed(self, layer: int, rows: int) -> None:
-        """Told, while a question runs, that its first `rows` rows saw at `layer` what a pattern listed of its view:
-        `evidence` weighs the others alone."""
+        """Told, while a question runs, that its first `rows` rows saw at `layer` what a pattern listed: `evidence` weighs
+        the others alone."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         """Answer from now on as a memory of `policy` does, which differs from its own in `query_time_fields` alone."""
@@ -348,13 +349,12 @@ class StreamState(KVState):
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
         """Asked before units are run, with their features [n, P, E]: the features to run, [m, P, E], and for each of the m
-        how many consecutive units it stands for. The m are what is numbered from then on; what may be merged with units
-        still to come is held back until then (`waiting`), so that calls of `watch` do not matter."""
+        how many consecutive units it stands for. The m are numbered from then on; what may be merged with units still to
+        come is held back until then (`waiting`)."""
         return features, [1] * features.shape[0]
 
     def waiting(self) -> Tensor | None:
         """Features [w, P, E] that `merge` keeps back, merged as of now: a question sees them after all units."""
-        return None
 
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("kv: this memory rolls back by truncate; use a draft that proposes chains.")

@@ -195,6 +195,9 @@ class SplitState(StreamState):
         for state in self._states:
             state.idle()
 
+    def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
+        return sorted({unit for state in self._states for unit in state.let_go(shown, pinned)})
+
     def set_query_fields(self, policy: StreamPolicy) -> None:
         for state in self._states:
             state.set_query_fields(policy)

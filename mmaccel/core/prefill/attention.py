@@ -156,8 +156,7 @@ class ForwardPass(PrefillPass):
     """By what compiled layers find this pass, which is no tensor."""
 
     def pays(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
-        """Whether the pattern of `layer` beats dense attention to what `view` shows (None: all), from sizes and measured
-        costs.
+        """Whether the pattern of `layer` beats dense attention to `view` (None: all), from sizes and measured costs.
 
         It does if it does at its bound. If not, what it is expected to list decides, and how far it was from that in the
         pass before, of an ingestion, or else how far the last sparse layer was: of estimates only the data tell. That layer

@@ -43,7 +43,9 @@ class LocalDraftStream(DraftStream):
         if self._live is None:
             parts = self._adapter, self._kv, self._chunk, frames, fps, timed
             self._live = StreamRunner.begin(*parts, quiet=True)
-        self._live.take(frames, list(times), lambda done: None, Deadline())
+        live = self._live
+        live.take(frames, list(times), lambda done: None, Deadline())
+        live.state.let_go(live.shown, live.pinned)
 
     def idle(self) -> None:
         if self._live is not None:

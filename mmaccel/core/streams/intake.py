@@ -21,7 +21,7 @@ from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.parts import CarefulDraftStream, Clip, Turns
-from mmaccel.core.streams.sources import Event, reopened
+from mmaccel.core.streams.sources import Event, later, reopened
 from mmaccel.core.streams.standing import Standing
 from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
 
@@ -49,7 +49,7 @@ class Intake:
         self._source, self._stream, self._asking = Turns(), Turns(), Turns()
         self._cancelled = threading.Event()
         self.events: deque[Event] = deque(maxlen=1000)
-        """What befell sources that are reconnected, the last ones."""
+        """What befell sources that are reconnected, and what the memory let go of; the last ones."""
         self._standing: list[Standing] = []
 
     @property
@@ -156,7 +156,7 @@ class Intake:
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
-        return reopened(opens, deadline.check, self.events.append, begin)
+        return reopened(opens, deadline.check, self.events.append, begin, lambda one: one.times or [], later)
 
     def _rest(self) -> None:
         """Tell the memory that no more frames come for now."""
@@ -164,6 +164,22 @@ class Intake:
             with self._stream_adapter.turns.holding():
                 self._live.state.idle()
                 self._live.beside.idle()
+                self._let_go(self._live)
+
+    def _let_go(self, live: StreamRunner) -> None:
+        """Let the memory forget what it keeps no longer, and note it, as one event for all that goes in a row."""
+        gone = live.state.let_go(live.shown, live.pinned)
+        if not gone:
+            return
+        spans, times = live.info.spans, live.info.times
+        first, last = times[spans[min(gone)][0]], times[sum(spans[max(gone)]) - 1]
+        event = self.events[-1] if self.events else None
+        if event is None or event.kind != "let_go" or event.lasted is None:
+            self.events.append(event := Event("let_go", last, "the memory keeps no more frames", 0.0))
+        else:
+            first = min(first, event.seconds - (event.lasted or 0.0))
+        event.seconds = max(last, event.seconds)
+        event.lasted = event.seconds - first
 
     @contextmanager
     def _whole(self, how: How, deadline: Deadline) -> Iterator[None]:
@@ -207,6 +223,10 @@ class Intake:
                 live = self._live = StreamRunner.begin(*parts, timed)
                 live.beside = self._beside()
 
+        if how == "watch" or not done:
+            with turns.holding():
+                self._let_go(live)
+
         def tell(through: int) -> None:
             nonlocal watched
             some, watched = slice(watched, through), through
@@ -218,6 +238,9 @@ class Intake:
                 progress(done + through, None if clip.part else done + count)
 
         taken = live.take(clip.frames, shown, tell, deadline, ingest=how == "ingest")
+        if how == "watch":
+            with turns.holding():
+                self._let_go(live)
         if not self.frames:
             live.close()
             self._live = None

@@ -118,6 +118,7 @@ class StreamInfo:
     timed    whether the times of frames are known, and not made up: positions in seconds then follow them
     spans    (first frame, frames) of each unit; `times` the seconds at which each frame was shown
     pending  frames of a unit not yet complete; `raw` their (height, width)
+    pins     stretches of seconds whose frames the memory is not to let go of
     """
 
     size: tuple[int, int]
@@ -129,6 +130,7 @@ class StreamInfo:
     spans: list[tuple[int, int]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     pending: Tensor | None = None
+    pins: list[tuple[float, float]] = field(default_factory=list)
 
     def shown(self, first: int, count: int | None = None) -> list[float]:
         """Times in seconds of `count` units from unit `first` on; of all that follow if `count` is None."""

@@ -32,6 +32,12 @@ def _is_size(value: Any) -> bool:
     return whole and value[0] * value[1] <= PIXELS
 
 
+def _is_stretch(value: Any) -> bool:
+    """Whether it is two seconds, the first one first."""
+    pair = isinstance(value, list) and len(value) == 2 and all(type(s) in (int, float) for s in value)
+    return pair and -math.inf < value[0] <= value[1] < math.inf
+
+
 def _counts(least: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and value >= least
 
@@ -81,6 +87,7 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
         "marks": info.marks.shape[0],
         "pending": 0 if info.pending is None else info.pending.shape[0],
         "heard": sorted(heard),
+        "pins": info.pins,
     }
 
 
@@ -174,5 +181,8 @@ def _read_info(data: Path, facts: dict[str, Any], adapter: StreamAdapter) -> Str
     (height, width), raw = facts["size"], facts["raw"]
     raw = None if raw is None else (raw[0], raw[1])
     marks, timed = film["marks"].to(adapter.device), facts.get("timed") is True
-    more = raw, spans, times, film.get("pending")
+    pins = facts.get("pins", [])
+    if not (isinstance(pins, list) and all(map(_is_stretch, pins))):
+        raise damaged(data, "pins cannot be")
+    more = raw, spans, times, film.get("pending"), [(begin, end) for begin, end in pins]
     return StreamInfo((height, width), facts["fps"], facts["unit"], marks, timed, *more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -305,6 +306,29 @@ class VideoSession(Intake):
     def shown(self) -> list[float]:
         """The seconds at which each step of time, a frame or what the model takes as one, began."""
         return [] if self._live is None else self._live.info.shown(0)
+
+    def pin(self, begin: float, end: float) -> None:
+        """Keep what was or will be shown from `begin` to `end`, in seconds of the stream, whatever else the memory lets go
+        of for its age or for want of room (`keep_seconds`, spill "drop_oldest"), until `unpin`. Saved with the stream."""
+        self._pins(begin, end).append((float(begin), float(end)))
+
+    def unpin(self, begin: float, end: float) -> None:
+        """Take a `pin` of the same seconds back."""
+        pins = self._pins(begin, end)
+        if (begin, end) not in pins:
+            raise ModelError(
+                f"unpin: nothing is pinned from {begin:g} to {end:g} s; give the seconds of a pin."
+            )
+        pins.remove((begin, end))
+
+    def _pins(self, begin: float, end: float) -> list[tuple[float, float]]:
+        if not -math.inf < begin <= end < math.inf:
+            raise ModelError(
+                f"pin: {begin!r} to {end!r}; give two numbers of seconds, the earlier one first."
+            )
+        if self._live is None:
+            raise ModelError("pin: the session has seen no frame; watch something first.")
+        return self._live.info.pins
 
     def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON); what was saved there gives way to a whole one."""

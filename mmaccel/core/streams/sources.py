@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.core.streams.parts import Clip
 
+Part = TypeVar("Part")
 FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
 """Seconds until a source is opened again: at first, and at most; and between two checks meanwhile."""
 
 
 @dataclass
 class Event:
-    """What befell a source: it sent nothing (`stall`), broke off (`fault`) or ended (`end`), after a frame that was shown at
-    `seconds` of the stream. `why` is the error's sentence; `lasted` the seconds until frames came again, None until then."""
+    """What befell a stream. Its source sent nothing (`stall`), broke off (`fault`) or ended (`end`), after a frame that was
+    shown at `seconds` of the stream: `why` is the error's sentence; `lasted` the seconds until frames came again, None until
+    then. Or its memory let go of frames (`let_go`), the last of which was shown at `seconds`: those of `lasted` seconds."""
 
-    kind: Literal["stall", "fault", "end"]
+    kind: Literal["stall", "fault", "end", "let_go"]
     seconds: float
     why: str = ""
     lasted: float | None = None
 
 
+def later(clip: Clip, seconds: float) -> Clip:
+    """The clip so many seconds later."""
+    assert clip.times is not None
+    return replace(clip, times=[moment + seconds for moment in clip.times])
+
+
 def reopened(
-    opens: Callable[[], Generator[Clip, None, None]],
+    opens: Callable[[], Any],
     check: Callable[[], None],
     note: Callable[[Event], None],
     begin: float,
-) -> Generator[Clip, None, None]:
+    times: Callable[[Part], Sequence[float]],
+    later: Callable[[Part, float], Part],
+) -> Generator[Part, None, None]:
     """The clips of a source, opened anew by `opens` whenever it is over, until `check` raises.
 
     Frames go on at the time at which they come: after a break as many seconds later as it lasted. `note` is told of each
-    break as it begins; `begin` is when the stream's last frame was shown.
+    break as it begins; `begin` is when the stream's last frame was shown; `times` gives the seconds of a clip's frames, and
+    `later` the clip that comes so many seconds later.
     """
     last, since, wait = begin, time.monotonic(), FIRST_S
     event: Event | None = None
@@ -44,15 +55,14 @@ def reopened(
         try:
             with closing(opens()) as clips:
                 for clip in clips:
-                    assert clip.times is not None
                     if event is not None:
                         event.lasted, wait = time.monotonic() - since, FIRST_S
-                        shift = last + event.lasted - clip.times[0]
+                        shift = last + event.lasted - times(clip)[0]
                         event = None
                     if shift is not None:
-                        clip = replace(clip, times=[moment + shift for moment in clip.times])
+                        clip = later(clip, shift)
                     yield clip
-                    last, since = clip.times[-1] if clip.times else last, time.monotonic()
+                    last, since = [last, *times(clip)][-1], time.monotonic()
         except VideoError as error:
             kind, why = "stall" if isinstance(error, VideoStalled) else "fault", str(error)
         if event is None:

@@ -219,6 +219,14 @@ class StreamRunner:
             state.end_pass()
         return hidden
 
+    def shown(self, unit: int) -> float:
+        """The seconds at which a unit was shown."""
+        return self.info.times[self.info.spans[unit][0]]
+
+    def pinned(self, unit: int) -> bool:
+        """Whether a unit was shown at a time that is pinned."""
+        return any(begin <= self.shown(unit) <= end for begin, end in self.info.pins)
+
     # Going back.
 
     def mark(self) -> Any:

@@ -6,7 +6,9 @@ the prefetch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -59,6 +61,8 @@ class HostPolicy(StreamPolicy):
     """The fields of a memory that keeps units on the host.
 
     host_bytes  host memory at most; None: as much as the host can spare
+    process_bytes  host memory at most of all sessions of the process; with "drop_oldest", one that needs room takes it from
+                the one that holds most, if both are on one model
     spill       what happens when it is used up: "refuse", "disk", or "drop_oldest", which forgets the oldest frames for
                 good as new ones come, also where the `watch` that brings these fails later
     folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
@@ -67,6 +71,7 @@ class HostPolicy(StreamPolicy):
     spills: ClassVar[tuple[Spill, ...]] = get_args(Spill)
 
     host_bytes: int | None = None
+    process_bytes: int | None = None
     spill: Spill = "refuse"
     folder: str | None = None
 
@@ -75,7 +80,7 @@ class HostPolicy(StreamPolicy):
         return with_base_dir(fields, folder, "folder")
 
     def __post_init__(self) -> None:
-        check_least(self, 0, "host_bytes")
+        check_least(self, 0, "host_bytes", "process_bytes")
         why = "" if "drop_oldest" in self.spills else ", for it keeps everything"
         check_choice(self.name, "spill", self.spill, self.spills, why)
 
@@ -85,7 +90,8 @@ class HostPolicy(StreamPolicy):
     def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
         """An empty store of a stream's units."""
         shape = Shape(geometry.layers, geometry.kv_heads, stream.unit, geometry.head_dim, stream.dtype)
-        return HostStore(shape, device, cap=self.host_bytes, spill=self.spill, folder=self.folder)
+        own = {"spill": self.spill, "folder": self.folder, "together": self.process_bytes}
+        return HostStore(shape, device, cap=self.host_bytes, **own)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +111,11 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     prefetch    fetch ahead for the next layer: what this layer's "query" finds in the next one's index (Mosaic VII-B), or
                 the next layer's query "projected" from the hidden states that enter this one; or "off". It changes no
                 answer
-    host_bytes, spill, folder  the host's memory, see `HostPolicy`
+    keep_seconds  frames older than this, counted from the newest, are let go of; None: none is for its age. Pinned ones
+                (`VideoSession.pin`) stay, and so does what is in the window
+    thin        let go of every second of them alone; of those twice as old, of three in four, and so on: what is kept grows
+                with the logarithm of the stream's length
+    host_bytes, process_bytes, spill, folder  the host's memory, see `HostPolicy`
     """
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
@@ -122,6 +132,8 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     reps: int | None = 0
     cache: int = 0
     prefetch: Prefetch = "off"
+    keep_seconds: float | None = None
+    thin: bool = False
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -169,6 +181,17 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
         check_choice(self.name, "encode_by", self.encode_by, ("pass", "frame"))
         check_choice(self.name, "prefetch", self.prefetch, get_args(Prefetch))
         check_least(self, 0, "encode_frames", "reps", "cache")
+        keep = self.keep_seconds
+        if keep is not None and not 0 < keep < math.inf:
+            raise RecipeError(f"{self.name}: keep_seconds is {keep}; give a positive number of seconds.")
+        if self.thin and keep is None:
+            raise RecipeError(f"{self.name}: thin has no effect without keep_seconds; give it too.")
+
+    def outdated(self, unit: int, age: float) -> bool:
+        """Whether `unit`, shown `age` seconds before the newest, is let go of."""
+        if self.keep_seconds is None or age <= self.keep_seconds:
+            return False
+        return not self.thin or unit % 2 ** (int(math.log2(age / self.keep_seconds)) + 1) != 0
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -185,13 +208,21 @@ class SharedArchive(ArchivedMemory):
     """An archived memory whose question may run while units arrive. Until then it reads shared data; after that,
     copies."""
 
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.store.relieve = self._relieved
+        _open.add(self)
+
     @property
     def together(self) -> int:  # type: ignore[override]
         # Each time costs a host a third of a millisecond; as few as passes of live frames have where room is short.
-        return RUN if self.store.spill != "refuse" or self.policy.host_bytes is not None else 4 * RUN
+        capped = self.policy.host_bytes is not None or self.policy.process_bytes is not None
+        return RUN if self.store.spill != "refuse" or capped else 4 * RUN
 
     _lent: Any = None
     """The snapshot that reads what this memory changes."""
+    _asked_now = False
+    """A snapshot's question is under way: what it may be about to fetch stays."""
     _apart = False
     """Of a snapshot: it reads copies."""
 
@@ -203,7 +234,7 @@ class SharedArchive(ArchivedMemory):
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         self.idle()
         taken: Any = super().snapshot(stream, pause)
-        self._lent = taken
+        self._lent, self._asked_now = taken, True
         return taken  # type: ignore[no-any-return]
 
     def between(self, first: int, end: int) -> None:
@@ -223,7 +254,42 @@ class SharedArchive(ArchivedMemory):
 
     def _answered(self, taken: Any) -> None:
         super()._answered(taken)
-        self._recalled, self._questions, self._lent = taken._recalled, taken._questions, None
+        self._recalled, self._questions = taken._recalled, taken._questions
+        self._lent, self._asked_now = None, False
+
+    # What is let go of.
+
+    def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
+        held, policy = self.store.units(0), self.policy
+        self.store.pinned = pinned
+        gone: list[int] = self.store.lost
+        self.store.lost = []
+        if policy.keep_seconds is not None and not self._asked_now and held:
+            newest = shown(self._count - 1)
+            old = [unit for unit in held if policy.outdated(unit, newest - shown(unit))]
+            self._forget(old := [unit for unit in old if not pinned(unit)])
+            self.store.drop(old)
+            gone += old
+        return gone
+
+    def _forget(self, units: Sequence[int]) -> None:
+        if units:
+            self._part()
+            self.index.forget(units)
+
+    def _relieved(self) -> bool:
+        """Whether the memory on the same model that holds more than any has given a slab to this one."""
+        own, model = self.store.slabs.memory_bytes(), self._model.model
+        found = [one for one in list(_open) if one is not self and one._model.model is model]
+        found = [one for one in found if one.policy.spill == "drop_oldest"]
+        most = max(found, key=lambda one: one.store.slabs.memory_bytes(), default=None)
+        # Not so that the two change places.
+        if most is None or most.store.slabs.memory_bytes() <= own + most.store.slabs.slab_bytes:
+            return False
+        most.prefetcher.settle()
+        units = most.store.shrink()
+        most._forget(units or ())
+        return units is not None
 
     def _slot(self, layer: int, query: Tensor, stream_pass: StreamPass) -> CacheSlot:
         if self._apart and self._first and layer not in self._asked:
@@ -246,6 +312,8 @@ class SharedArchive(ArchivedMemory):
 
     def checkpoint(self) -> Any:
         self._part()
+        if not self._asked_now:
+            self.index.compact()
         return super().checkpoint()
 
     def _save(self, folder: Path) -> None:
@@ -253,4 +321,9 @@ class SharedArchive(ArchivedMemory):
         super()._save(folder)
 
     def close(self) -> None:
+        _open.discard(self)
         self.store.close()
+
+
+_open: weakref.WeakSet[SharedArchive] = weakref.WeakSet()
+"""From which memories that need room may take it."""

@@ -21,11 +21,14 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError, check_choice
 from mmaccel.core.layout import PositionIds
+from mmaccel.core.memory.buffers import UnitRows
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store.slabs import on_device
 
+LEAST = 256
+"""Units that are no more are let go of when they are so many at least."""
 SPARE = 0.25
 """Tensors of an index on the device grow by this share, and then lie elsewhere; doubling would waste up to half of them."""
 
@@ -69,10 +72,12 @@ class Survey:
     Tensors have room to grow, so that they stay where they are while the stream does.
 
     entries  [n] ascending: the units that are not forgotten
-    lists    the units of clusters, R = L layers of them
+    lists    the rows of clusters, R = L layers of them
     alive    of each layer, clusters that have units
     visual   [V] sizes of visual clusters; None: the search has one stage
     parent   [L, C] the visual cluster of each cluster, V for an empty one
+    number   [N] the unit of each row, where these are not the same (`Index.compact`)
+    rows     of units below `end`; None: as many
     ready    whether clusters have summaries
     """
 
@@ -83,6 +88,8 @@ class Survey:
     visual: Tensor | None = None
     parent: Tensor | None = None
     ready: bool = True
+    number: Tensor | None = None
+    rows: int | None = None
 
 
 class Index(ABC):
@@ -116,6 +123,8 @@ class Index(ABC):
         """Of units, on the host: those whose keys and values are no more."""
         self._units = 0
         """Units that the device knows of."""
+        self._at = UnitRows()
+        """Whoever asks speaks of units; tensors are by row, which is the same until `compact`."""
         self._ready: Survey | None = None
         self._fixed: dict[str, Tensor] = {}
 
@@ -134,14 +143,34 @@ class Index(ABC):
 
     def forget(self, units: Sequence[int]) -> None:
         """The keys and values of `units` are no more: they are not found again."""
-        self.absent = grow_buffer(self.absent, 0, max(units, default=-1) + 1, fill=0, share=1.0)
-        self.absent[list(units)] = True
+        rows = self._at.rows(torch.tensor(list(units), dtype=torch.long))
+        rows = rows[rows >= 0]
+        self.absent = grow_buffer(self.absent, 0, int(rows.max()) + 1 if len(rows) else 0, fill=0, share=1.0)
+        self.absent[rows] = True
         self._ready = None
 
     def cut(self, end: int) -> None:
         """Units from `end` on are others from now on, and are there."""
-        self.absent = self.absent[:end].clone()
+        self.absent = self.absent[: self._at.below(end)].clone()
         self._ready = None
+
+    def compact(self) -> None:
+        """Give back the rows of units that are no more, where these are most of all; not between `checkpoint` and
+        `restore`, nor while a question is asked."""
+        rows, gone = self._known(), int(self.absent.sum())
+        if not rows or gone < LEAST or 2 * gone <= rows:
+            return
+        kept = (~grow_buffer(self.absent, 0, rows, fill=0, share=0.0)[:rows]).nonzero()[:, 0]
+        self._at.keep(rows, kept)
+        self.absent, self._ready, self._fixed = torch.zeros(0, dtype=torch.bool), None, {}
+        self._keep(kept)
+
+    def _known(self) -> int:
+        """Rows of units; 0 where none are to be given back."""
+        return 0
+
+    def _keep(self, kept: Tensor) -> None:
+        """The rows `kept` [k] alone stay, as the first ones."""
 
     def refresh(self) -> None:
         """Bring the device up to date."""
@@ -192,6 +221,10 @@ class Index(ABC):
             owner, within, flat, first, size = (one[rows] for one in now.lists[:5])
             lists = clusters.Lists(owner, within, flat, first, size, now.lists.largest)
             entries, coming = clusters.selected(before, lists, budget, ahead, own, late)
+            if now.number is not None:
+                entries = torch.cat([now.number[entries[:budget]], entries[budget:]])
+                if coming is not None:
+                    coming = torch.where(coming < 0, coming, now.number[coming.clamp_min(0)])
             picked = before[0] < budget
         return Found(entries, picked if now.ready else picked[:0], scores[0]), coming
 
@@ -237,7 +270,21 @@ class Index(ABC):
         # Two more places: of units that are in no cluster.
         out = shares.new_zeros(rows, len(size) + 2)
         out[:, ids] = shares / size[ids].clamp_min(1)
-        return out[:, now.lists.owner[layer, : now.end]]
+        known = now.end if now.rows is None else now.rows
+        out = out[:, now.lists.owner[layer, :known]]
+        if now.number is None:
+            return out
+        return shares.new_zeros(rows, now.end).index_copy_(1, now.number[:known], out)
+
+    def _surveyed(self, end: int, room: int, absent: Tensor) -> dict[str, Any]:
+        """Of the `Survey` of units below `end`, by `room` rows: those that are not `absent` [rows], and numbers."""
+        rows, some = len(absent), bool(absent.any())
+        number = self._fix("number", self._at.units(room)) if self._at.gap else None
+        here = torch.arange(rows, device=self.device)
+        if number is not None or some:
+            # By the host, which knows them: a mask on the device would be waited for.
+            here = self._sent(self._at.units(rows)[~absent])
+        return {"end": end, "entries": here, "number": number, "rows": rows}
 
     def copied(self) -> Index:
         """What searches as this one does now, when `prepare` was last asked, whatever comes to this one."""

@@ -388,7 +388,7 @@ class ArchivedMemory(StreamMemory):
             "prefetch_coverage": self.prefetcher.coverage(),
         }
         host = {"host_" + name.removeprefix("host_"): n for name, n in self.store.counters().items()}
-        return {**super().counters(), **own, **host}
+        return {**super().counters(), **own, **host, "let_go": float(self._first - len(self.store.units(0)))}
 
     def _save(self, folder: Path) -> None:
         self.index.save(folder)

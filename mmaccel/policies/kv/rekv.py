@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
@@ -36,24 +37,33 @@ class FrameIndex(Index):
                 held[layer, first:end] = mean.transpose(0, 1).flatten(1).to(held.dtype)
         self._units, self._ready = end, None
 
+    def _known(self) -> int:
+        return self._units
+
+    def _keep(self, kept: Tensor) -> None:
+        rows, more = self._sent(kept), max(int(SPARE * len(kept)), PLACES)
+        self.key = pad(self.key[:, rows], (0, 0, 0, more))
+        if self.summaries:
+            self.value = pad(self.value[:, rows], (0, 0, 0, more))
+        self.time, self._units = self.time[:, :0], len(kept)
+
     def _survey(self, end: int) -> Survey:
-        room = self.key.shape[1]
+        room, rows = self.key.shape[1], self._at.below(end)
         number = torch.arange(room, device=self.device)
         gone = grow_buffer(self.absent, 0, room, fill=0, share=0.0)[:room]
-        count, here = int((~gone[:end]).sum()), number < end
-        if count < end:
+        told = self._surveyed(end, room, gone[:rows])
+        count, here = len(told["entries"]), number < rows
+        if count < rows:
             here &= ~self._sent(gone)
         if self.time.shape[1] != room:
-            self.time = number.float().repeat(self.layers, 1)
+            self.time = self._sent(self._at.units(room)).float().repeat(self.layers, 1)
 
         owner, within = torch.where(here, number, room + 1), torch.zeros_like(number)
-        rows = {"owner": owner, "within": within, "flat": number, "size": here.long()}
-        fixed = {name: self._fix(name, row.expand(self.layers, -1)) for name, row in rows.items()}
+        made = {"owner": owner, "within": within, "flat": number, "size": here.long()}
+        fixed = {name: self._fix(name, row.expand(self.layers, -1)) for name, row in made.items()}
         owner, within, flat, size = fixed.values()
         lists = clusters.Lists(owner, within, flat, flat, size, 1)
-        # By the host, which knows them: a mask on the device would be waited for.
-        entries = self._sent((~gone[:end]).nonzero()[:, 0]) if count < end else number[:end]
-        return Survey(end, entries, lists, [count] * self.layers, ready=self.summaries)
+        return Survey(lists=lists, alive=[count] * self.layers, ready=self.summaries, **told)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
         return self.key.transpose(0, 1), layer, lambda units: self.key[layer, units].float()
@@ -65,6 +75,7 @@ class FrameIndex(Index):
         self._units, self._ready = mark, None
 
     def clear(self) -> None:
+        self._at.clear()
         self.restore(0)
 
     def save(self, folder: Path) -> None:
@@ -79,9 +90,12 @@ class FrameIndex(Index):
                 if self._units
             },
         )
-        checkpoint_io.write_json(folder / "index.json", {"gone": self.absent.nonzero()[:, 0].tolist()})
+        facts = {"gone": self.absent.nonzero()[:, 0].tolist(), **self._at.told()}
+        checkpoint_io.write_json(folder / "index.json", facts)
 
     def load(self, folder: Path, units: int) -> None:
+        facts = checkpoint_io.read_json(folder / "index.json", {"gone": list})
+        units = self._at.read(facts, units)
         groups, size = self.geometry.kv_heads, self.geometry.head_dim
         names = ("mean", "mean_value") if self.summaries else ("mean",)
         wanted = {
@@ -96,8 +110,7 @@ class FrameIndex(Index):
             setattr(self, side, held)
             for layer in range(self.layers if units else 0):
                 held[layer, :units] = found[f"{name}.{layer}"][0].transpose(0, 1).flatten(1)
-        gone = checkpoint_io.read_json(folder / "index.json", {"gone": list})["gone"]
-        gone = checkpoint_io.numbers(gone, "index.json: gone", units)
+        gone = checkpoint_io.numbers(facts["gone"], "index.json: gone", units)
         self.absent = pad(torch.zeros(0, dtype=torch.bool), (0, units))
         self.absent[gone] = True
         self._units, self._ready = units, None

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from mmaccel.backends.ops import clusters as ops
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
+from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import register
@@ -78,6 +79,7 @@ class ClusterIndex(Index):
             self.tree.insert(self._window)
         while self.tree.means.waiting > keep:
             retrieved = self.tree.means.take()
+            retrieved = None if retrieved is None else self._at.rows(retrieved)
             if retrieved is not None and self.tree.started:
                 for layer, owners in enumerate(self.tree.semantic.owner.gather(1, retrieved)):
                     self.tree.touch(layer, owners.unique())
@@ -120,7 +122,8 @@ class ClusterIndex(Index):
             self.key[at] = self._sent(kept.means(kept.key, layer, members), self.key)
             if self.summaries:
                 self.value[at] = self._sent(kept.means(kept.value, layer, members), self.value)
-            time = members.clamp_min(0).sum(1) / level.size[layer, cluster].clamp_min(1)
+            unit = self._at.units(kept.units)[members.clamp_min(0)] if self._at.gap else members
+            time = unit.masked_fill(members < 0, 0).sum(1) / level.size[layer, cluster].clamp_min(1)
             self.time[at] = self._sent(time, self.time)
         self._refresh_visual()
 
@@ -162,8 +165,17 @@ class ClusterIndex(Index):
         means = self.tree.means
         return means.all_keys, layer, lambda units: means.key_rows(layer, units)
 
+    def _known(self) -> int:
+        self.digest()
+        return self.tree.units if self.tree.started else 0
+
+    def _keep(self, kept: Tensor) -> None:
+        self.tree.keep(kept)
+        self._owner = self._owner[:, :0]
+        self.refresh()
+
     def _survey(self, end: int) -> Survey:
-        tree, layers = self.tree, self.layers
+        tree, layers, whole, end = self.tree, self.layers, end, self._at.below(end)
         absent = grow_buffer(self.absent, 0, end, fill=0, share=0.0)[:end]
         some = bool(absent.any())
         visual = parent = None
@@ -195,8 +207,8 @@ class ClusterIndex(Index):
         largest = int(size.max()) if size.numel() else 0
         largest = 1 << max(largest - 1, 0).bit_length()
         lists = ops.Lists(owners, self._fix("within", within), flat, first, self._fix("size", size), largest)
-        entries = self._sent((~absent).nonzero()[:, 0]) if some else torch.arange(end, device=self.device)
-        return Survey(end, entries, lists, (size > 0).sum(1).tolist(), visual, parent, tree.started)
+        told, alive = self._surveyed(whole, room, absent), (size > 0).sum(1).tolist()
+        return Survey(lists=lists, alive=alive, visual=visual, parent=parent, ready=tree.started, **told)
 
     def _visible(self, level: ClusterTable, absent: Tensor, count: int) -> Tensor:
         """[L, count] how many units of each cluster can be found: those that are not `absent` [end], whose keys are still
@@ -223,12 +235,16 @@ class ClusterIndex(Index):
         self.tree.restore(mark)
 
     def clear(self) -> None:
+        self._at.clear()
         self.tree.clear()
         self.refresh()
 
     def owners(self) -> dict[str, Tensor]:
-        levels = self.tree.levels().items()
-        return {name: level.owner[:, : self.tree.units].clone() for name, level in levels}
+        rows, found = self.tree.units, dict[str, Tensor]()
+        for name, level in self.tree.levels().items():
+            found[name] = level.owner.new_full((level.layers, rows + self._at.gap), -1)
+            found[name][:, self._at.units(rows)] = level.owner[:, :rows]
+        return found
 
     def nbytes(self) -> int:
         return super().nbytes() + sum(one.nbytes for one in (self.visual_key, self.visual_look, self._owner))
@@ -246,9 +262,10 @@ class ClusterIndex(Index):
 
     def save(self, folder: Path) -> None:
         self.digest()
-        self.tree.save(folder, self.absent.nonzero()[:, 0].tolist())
+        self.tree.save(folder, {"absent": self.absent.nonzero()[:, 0].tolist(), **self._at.told()})
 
     def load(self, folder: Path, units: int) -> None:
+        units = self._at.read(checkpoint_io.read_json(folder / "clusters.json", {}), units)
         gone = self.tree.load(folder, units)
         self.absent = torch.zeros(units, dtype=torch.bool)
         self.absent[gone] = True

@@ -8,7 +8,7 @@ squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,8 @@ from torch.nn.functional import pad
 from mmaccel.core.memory.kv import grow_buffer
 
 ROWS = ("centroid", "variance", "size", "members", "parent", "home", "lazy", "limit")
+TOGETHER = 256
+"""Clusters whose statistics are computed at once."""
 FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}
 
 
@@ -172,6 +174,29 @@ class ClusterTable:
         self._children.clear()
         self.dirty[at] = True
         heapq.heappush(self._free[layer], cluster)
+
+    def keep(self, kept: Tensor, points: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Of all units those of the rows `kept` [k] alone stay, numbered anew from 0; `points` gives the vectors of units by
+        their new numbers. Clusters that lose some have the statistics of the rest, and those that lose all are free."""
+        place = torch.full((self.owner.shape[1],), -1, dtype=torch.long)
+        place[kept] = torch.arange(len(kept))
+        members = torch.where(self.members >= 0, place[self.members.clamp_min(0)], -1)
+        order = torch.argsort((members < 0).to(torch.int8), dim=2, stable=True)
+        size, before = (members >= 0).sum(2), self.size
+        self.members, self.size = members.gather(2, order), size
+        self.owner, self._units = self.owner[:, kept].contiguous(), len(kept)
+        empty = (size == 0) & (before > 0)
+        for row, value in (("parent", -1), ("home", -1), ("lazy", 0), ("limit", 0)):
+            getattr(self, row)[empty] = value
+        fewer = ((size > 0) & (size < before)).nonzero()
+        for begin in range(0, len(fewer), TOGETHER):
+            at = fewer[begin : begin + TOGETHER].unbind(1)
+            inside = self.contents(*at)
+            self.centroid[at], self.variance[at], _ = summary(points(at[0], inside), inside >= 0)
+        self.dirty = (size > 0) | (before > 0)
+        self._children.clear()
+        self.checkpoint()
+        self._count_ids()
 
     def contents(self, layer: Tensor, cluster: Tensor) -> Tensor:
         """The members [b, m] of (layer [b], cluster [b]), as wide as the largest; -1: none."""

@@ -67,8 +67,23 @@ class Hierarchy:
             self.clear(units)
         self.units, self.counters = units, Counter(counters)
 
-    def save(self, folder: Path, absent: list[int]) -> None:
-        """Write all that is known of the units into `folder`, and which are `absent`."""
+    def keep(self, kept: Tensor) -> None:
+        """Of all units those of the rows `kept` [k] alone stay, numbered anew; clusters that lose all of theirs go."""
+        self.means.keep(kept)
+        for level, points in ((self.visual, self.means.look_points), (self.semantic, self.means.key_points)):
+            level.keep(kept, points)
+        level, self.units = self.semantic, len(kept)
+        self.buffer = [[one for one in ids if level.size[at, one]] for at, ids in enumerate(self.buffer)]
+        for layer, ids in enumerate(self.buffer):
+            for one in [one for one in ids if not level.size[layer, level.home[layer, one]]]:
+                self._unbuffer(layer, one)
+        owed = torch.zeros_like(level.lazy)
+        for layer, ids in enumerate(self.buffer):
+            owed[layer, level.home[layer, ids]] = True
+        level.lazy &= owed
+
+    def save(self, folder: Path, more: dict[str, Any]) -> None:
+        """Write all that is known of the units into `folder`, with what `more` says: which are absent."""
         means = self.means
         kept = {"look": means.look, "key": means.key, "value": means.value}
         if means.centre is not None:
@@ -77,8 +92,9 @@ class Hierarchy:
                 kept |= {f"{name}.{row}": value for row, value in level.tensors().items()}
                 kept[f"{name}.threshold"] = torch.stack([bounds.small, bounds.large])
         checkpoint_io.write_tensors(folder / "clusters.safetensors", kept)
-        facts = {"units": self.units, "started": self.started, "buffer": self.buffer, "absent": absent}
-        checkpoint_io.write_json(folder / "clusters.json", {**facts, "counters": dict(self.counters)})
+        facts = {"units": self.units, "started": self.started, "buffer": self.buffer}
+        told = {**facts, **more, "counters": dict(self.counters)}
+        checkpoint_io.write_json(folder / "clusters.json", told)
 
     def load(self, folder: Path, units: int) -> list[int]:
         """Read what `save` wrote of a stream of `units` units into a hierarchy as it was made; gives the units that were

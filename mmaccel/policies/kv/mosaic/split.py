@@ -223,6 +223,13 @@ class UnitMeans:
         self._inbox.clear()
         self.units = min(self.units, units)
 
+    def keep(self, kept: Tensor) -> None:
+        """The rows `kept` [k] alone stay, as the first ones; nothing waits to be taken in."""
+        rows = self.look[kept], self.key[kept], self.value[kept]
+        self._look, self.all_keys, self._value = self._look[:0], self.all_keys[:0], self._value[:0]
+        self.units = 0
+        self.append(*rows)
+
     @property
     def look(self) -> Tensor:
         return self._look[: self.units]

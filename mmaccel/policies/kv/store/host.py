@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
@@ -49,6 +50,7 @@ class HostStore:
     spill       what happens then: see `Spill`
     folder      where files go with spill="disk" (a temporary folder by default); removed by `close`
     slab_bytes  host memory is taken in pieces of this size
+    together    bytes that it and all other stores of the process take at most; None: no such cap
     lanes       what device work is issued through (for tests)
 
     Raises `StoreError` in one sentence when the store is full, closed, or asked for what it does not hold; whatever fails,
@@ -64,6 +66,7 @@ class HostStore:
         spill: Spill = "refuse",
         folder: str | Path | None = None,
         slab_bytes: int = SLAB_BYTES,
+        together: int | None = None,
         lanes: Lanes | None = None,
     ) -> None:
         for field, number in {**vars(shape), "slab_bytes": slab_bytes}.items():
@@ -75,9 +78,15 @@ class HostStore:
         self.shape, self.device, self.spill = shape, torch.device(device), spill
         self.lanes = lanes or Lanes(self.device)
         place, on_cuda = None if folder is None else Path(folder), self.device.type == "cuda"
-        self.slabs = Slabs(shape, on_cuda, slab_bytes, cap, spill == "disk", place)
+        self.slabs = Slabs(shape, on_cuda, slab_bytes, cap, spill == "disk", place, together)
         self.table = SlotTable(shape.layers, self.device)
         self._closed, self._dropped = False, 0
+        self.pinned: Callable[[int], bool] = lambda unit: False
+        """Whether a unit stays when room is made."""
+        self.lost: list[int] = []
+        """Units that were forgotten to make room; whoever tells of them empties it."""
+        self.relieve: Callable[[], bool] = lambda: False
+        """Asked where all stores together have taken what they may: whether another one has given a slab back."""
         self.written: dict[tuple[int, int], saved.Piece] = {}
         """The files of the last save, by layer and number, as far as their units are as they were then."""
         # What a gather reads: its places, the slabs and these, what divides their addresses, and on the device, made and
@@ -212,7 +221,44 @@ class HostStore:
         """Forget the units from number `end` on, in all layers."""
         self._open()
         self.table.drop(slice(end, None))
+        self.lost = [unit for unit in self.lost if unit < end]
         self.written = {place: one for place, one in self.written.items() if one.units[-1] < end}
+
+    def drop(self, units: Sequence[int]) -> None:
+        """Forget `units`, held or not, in all layers."""
+        self._open()
+        self.table.drop([unit for unit in units if 0 <= unit < self.table.slot.shape[1]])
+
+    def shrink(self) -> list[int] | None:
+        """Give the last slab back, and forget the oldest units as far as the others have no room for them; these units. None
+        where it has a single slab, files, or too many units that are pinned: nothing is changed then."""
+        self._open()
+        slabs, table = self.slabs, self.table
+        left, held = (len(slabs.slabs) - 1) * slabs.per, self._held()
+        old = [unit for unit in held if not self.pinned(unit)]
+        over = int((table.slot >= 0).sum()) - left
+        sizes = (table.slot[:, old] >= 0).sum(0).cumsum()
+        count = int(np.searchsorted(sizes, over)) + 1 if over > 0 else 0
+        if slabs.files or left <= 0 or count > len(old):
+            return None
+        self.settle()
+        table.drop(old[:count])
+        table.free = [slot for slot in table.free if slot < left]
+        heapq.heapify(table.free)
+        for layer, unit in zip(*(at.tolist() for at in (table.slot >= left).nonzero()), strict=True):
+            kept = self.entry(layer, unit)
+            table.slot[layer, unit] = slot = heapq.heappop(table.free)
+            slabs.entries([slot])[0].copy_(kept)
+        table.stale = True
+        slabs.give_back()
+        self._laid, self._dropped = None, self._dropped + count
+        self.lost += old[:count]
+        return old[:count]
+
+    def _held(self) -> list[int]:
+        """The units that any layer holds, ascending."""
+        found: list[int] = np.flatnonzero((self.table.slot >= 0).any(0)).tolist()
+        return found
 
     def units(self, layer: int) -> list[int]:
         """The units that a layer holds, ascending."""
@@ -303,14 +349,20 @@ class HostStore:
                 self.table.free += range(size, size + self.slabs.per)
                 self._laid = None
                 continue
-            needed, held = units * self.shape.layers, np.flatnonzero((self.table.slot >= 0).any(0)).tolist()
             drops = self.spill == "drop_oldest"
-            old = next((unit for unit in held if unit not in keep), None) if drops else None
+            if drops and self.slabs.crowded and self.relieve():
+                continue
+            needed, held = units * self.shape.layers, self._held()
+            left = (unit for unit in held if unit not in keep and not self.pinned(unit))
+            old = next(left, None) if drops else None
             if old is None or size < needed:
                 why = self.slabs.why_full(needed if drops else None)
+                if drops and held and all(map(self.pinned, held)):
+                    why = "all of them are pinned; unpin some"
                 raise StoreError(f"host store: full with {len(held)} frames or units held: {why}.")
             self.table.drop([old])
             gone.append(old)
+            self.lost.append(old)
             self._dropped += 1
         return gone
 

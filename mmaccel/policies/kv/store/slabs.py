@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
+from mmaccel.core.memory.buffers import host_available, host_total
 
 SLAB_BYTES = 256 * 2**20
 """A power of two, for the allocator of pinned memory rounds up to one. Thousands of small pinned pieces would also run into
@@ -29,6 +30,8 @@ LEAST = 64
 """Slots of a slab at least, where files are made of them."""
 SPARE = 1 / 16
 """The share of the host's memory that is left to everything else."""
+SHARES = 64
+"""Into so many slabs at least goes what all stores of the process may take together."""
 
 # Untyped in PyTorch.
 _CUDA: Any = torch.cuda
@@ -73,46 +76,71 @@ class Shape:
 class Slabs:
     """Slabs of `per` slots of one unit and layer each; slot s is entry ``s % per`` of slab ``s // per``.
 
-    Memory is taken slab by slab up to `cap` bytes, and never the last `SPARE` of what the host has; pinned memory one slab
-    ahead of need. Files after that, with `disk`, each of its full length from the start, so that a disk that fills up later
-    harms nothing that was stored.
+    Memory is taken slab by slab up to `cap` bytes, up to `together` with all others of the process, and never the last
+    `SPARE` of what the host has; pinned memory one slab ahead of need. Files after that, with `disk`, each of its full
+    length from the start, so that a disk that fills up later harms nothing that was stored.
     """
 
     def __init__(
-        self, shape: Shape, pinned: bool, slab_bytes: int, cap: int | None, disk: bool, folder: Path | None
+        self,
+        shape: Shape,
+        pinned: bool,
+        slab_bytes: int,
+        cap: int | None,
+        disk: bool,
+        folder: Path | None,
+        together: int | None = None,
     ) -> None:
         self._shape, self._pinned, self._cap, self._disk = shape, pinned, cap, disk
+        self._together = together
         # Files take slabs of the same size, and should be few.
         least = min(slab_bytes, LEAST * shape.nbytes) if disk else shape.nbytes
         if cap is not None:
             # Whole slabs are to use seven eighths of the cap or more.
             while slab_bytes // 2 >= least and (slab_bytes > cap or cap % slab_bytes > cap // 8):
                 slab_bytes //= 2
-        self._bytes, self.per = slab_bytes, max(1, slab_bytes // shape.nbytes)
+        while together is not None and slab_bytes // 2 >= least and slab_bytes > together // SHARES:
+            slab_bytes //= 2
+        self.slab_bytes, self.per = slab_bytes, max(1, slab_bytes // shape.nbytes)
         self.slabs: list[Tensor] = []
         self.in_memory = 0
         self._ahead: tuple[threading.Thread, list[Tensor | None]] | None = None
         self.folder, self._own_folder = folder, list[Path]()
         self.files: list[Path] = []
         self._remove = weakref.finalize(self, _remove, self.files, self._own_folder)
+        with _taking:
+            _open.add(self)
 
     def grow(self) -> bool:
         """Allocate a slab; False when memory is full and there is no disk. Raises `StoreError` when the disk is full."""
         if not self.files:
-            made = self._awaited()
-            # What could not be had ahead of need may be there by now.
-            if made is None and self._room():
-                made = self._memory()
-            if made is not None:
-                self.slabs.append(made)
-                self.in_memory += 1
-                # Pinning a slab takes a tenth of a second, and a stream fills one in less: not while frames wait.
-                if self._pinned and self._room():
-                    self._begin()
-                return True
+            with _taking:
+                made = self._awaited()
+                # What could not be had ahead of need may be there by now.
+                if made is None and self._room():
+                    made = self._memory()
+                if made is not None:
+                    self.slabs.append(made)
+                    self.in_memory += 1
+                    # Pinning a slab takes a tenth of a second, and a stream fills one in less: not while frames wait.
+                    if self._pinned and self._room():
+                        self._begin()
+                    return True
         if self._disk:
             self.slabs.append(self._file())
         return self._disk
+
+    def give_back(self) -> None:
+        """Let go of the last slab, which is one of memory."""
+        self.slabs.pop()
+        self.in_memory -= 1
+        self._emptied()
+
+    def _emptied(self) -> None:
+        # PyTorch keeps pinned memory that was let go of, where it can tell it not to.
+        empty = getattr(torch.accelerator, "empty_host_cache", None)
+        if self._pinned and empty is not None:
+            empty()
 
     def entries(self, slots: list[int]) -> list[Tensor]:
         """Views [n, 2, G, P, D] of `slots`, at least one, in their order: consecutive ones of one slab together."""
@@ -125,21 +153,18 @@ class Slabs:
 
     def memory_bytes(self) -> int:
         """Bytes of memory that are taken."""
-        return self.in_memory * self._bytes
+        return self.in_memory * self.slab_bytes
 
     def disk_bytes(self) -> int:
         """Bytes of files."""
-        return len(self.files) * self._bytes
+        return len(self.files) * self.slab_bytes
 
     def close(self) -> None:
         """Let go of the memory, and remove the files."""
         self._awaited()
         self.slabs.clear()
         self.in_memory = 0
-        # PyTorch keeps pinned memory that was let go of, where it can tell it not to.
-        empty = getattr(torch.accelerator, "empty_host_cache", None)
-        if self._pinned and empty is not None:
-            empty()
+        self._emptied()
         self._remove()
 
     def why_full(self, slots: int | None = None) -> str:
@@ -148,21 +173,32 @@ class Slabs:
         if slots is not None:
             need = f" and a pass needs at least {slots * self._shape.nbytes}"
             mend = "watch fewer frames at a time, spill to disk (spill='disk')"
+        if self.crowded:
+            return f"all stores together may take {self._together} bytes{need}; raise process_bytes, {mend}"
         if self._at_cap():
             return f"its cap of {self._cap} bytes is reached{need}; raise cap (a policy's host_bytes), {mend}"
         return f"the host has {host_available()} bytes left{need}; {mend}, or free memory"
 
+    @property
+    def crowded(self) -> bool:
+        """Whether what all stores of the process may take stands in the way of another slab."""
+        if self._together is None:
+            return False
+        taken = sum(one.slab_bytes * (one.in_memory + (one._ahead is not None)) for one in list(_open))
+        return taken + self.slab_bytes > self._together
+
     def _at_cap(self) -> bool:
-        return self._cap is not None and self.memory_bytes() + self._bytes > self._cap
+        return self._cap is not None and self.memory_bytes() + self.slab_bytes > self._cap
 
     def _room(self) -> bool:
-        return not self._at_cap() and host_available() - self._bytes >= SPARE * host_total()
+        spare = host_available() - self.slab_bytes >= SPARE * host_total()
+        return spare and not self._at_cap() and not self.crowded
 
     def _memory(self) -> Tensor | None:
         try:
             # Written in any mode later, so not born in inference mode.
             with torch.inference_mode(False):
-                raw = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=self._pinned)
+                raw = torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         except (RuntimeError, MemoryError):
             return None
         return self._cut(raw)
@@ -170,9 +206,8 @@ class Slabs:
     def _begin(self) -> None:
         """Start to make a slab in a thread of its own."""
         made: list[Tensor | None] = []
-        thread = threading.Thread(
-            target=lambda: made.append(self._memory()), name="mmaccel-slab", daemon=True
-        )
+        work = lambda: made.append(self._memory())  # noqa: E731
+        thread = threading.Thread(target=work, name="mmaccel-slab", daemon=True)
         thread.start()
         self._ahead = thread, made
 
@@ -192,15 +227,15 @@ class Slabs:
         path = self.folder / f"slab-{os.getpid()}-{id(self):x}-{len(self.files):05d}.bin"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _occupy(path, self._bytes)
+            _occupy(path, self.slab_bytes)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise StoreError(
-                f"host store: {self._bytes} more bytes do not fit on the disk under {self.folder} ({error.strerror}); "
+                f"host store: {self.slab_bytes} more bytes do not fit on the disk under {self.folder} ({error.strerror}); "
                 "free room there, name another folder, or raise cap (a policy's host_bytes)."
             ) from error
         with torch.inference_mode(False):
-            raw = torch.from_file(str(path), shared=True, size=self._bytes, dtype=torch.uint8)
+            raw = torch.from_file(str(path), shared=True, size=self.slab_bytes, dtype=torch.uint8)
         self.files.append(path)
         return self._cut(raw)
 
@@ -208,6 +243,11 @@ class Slabs:
     def _cut(self, raw: Tensor) -> Tensor:
         used = raw[: self.per * self._shape.nbytes]
         return used.view(self._shape.dtype).view(self.per, *self._shape.unit)
+
+
+_open: weakref.WeakSet[Slabs] = weakref.WeakSet()
+_taking = threading.RLock()
+"""Held while memory is taken, so that stores of several threads do not take the same twice."""
 
 
 def _occupy(path: Path, nbytes: int) -> None:
@@ -230,46 +270,6 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
             folder.rmdir()
 
 
-UNKNOWN = 2**62
-"""More than there is: what is not known limits nothing."""
-MEMINFO = Path("/proc/meminfo")
-GROUP = Path("/sys/fs/cgroup")
-FORMS = (
-    ("memory.max", "memory.current", "memory.stat", ""),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
-)
-"""Limit, use and statistics of the container around this process, and how names of these begin, in both forms of the
-system's control groups."""
-
-
-def host_total() -> int:
-    """Bytes of memory of the host, or of the container around this process where that is less."""
-    limits = (_numbers(GROUP / limit).get("", UNKNOWN) for limit, *_ in FORMS)
-    return min(_numbers(MEMINFO, 1024).get("MemTotal", UNKNOWN), UNKNOWN, *limits)
-
-
-def host_available() -> int:
-    """Bytes that can still be taken without harm; the system's copies of files give way and do not count as used."""
-    left = _numbers(MEMINFO, 1024).get("MemAvailable", UNKNOWN)
-    for limit, use, stat, begin in FORMS:
-        most = _numbers(GROUP / limit).get("", UNKNOWN)
-        if most < UNKNOWN:
-            cached = _numbers(GROUP / stat)
-            files = sum(cached.get(f"{begin}{kind}_file", 0) for kind in ("inactive", "active"))
-            left = min(left, most - _numbers(GROUP / use).get("", 0) + files)
-    return max(0, left)
-
-
-def _numbers(path: Path, unit: int = 1) -> dict[str, int]:
-    """The numbers in a file of the system, each in `unit`s, by the name in its line, "" where there is none."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    rows = [["", *line.removesuffix(" kB").replace(":", "").split()] for line in lines]
-    return {row[-2]: int(row[-1]) * unit for row in rows if row[-1].isdigit()}
-
-
 class SlotTable:
     """Which slot each unit of each layer has: `slot` [L, units] on the host, -1 for none, which widens with the numbers of
     units; and a heap of the slots that are `free`."""
@@ -280,7 +280,7 @@ class SlotTable:
         self.free: list[int] = []
         self.copy = torch.zeros(layers, 0, dtype=torch.long, device=device)
         """What `rows` gave last."""
-        self._stale = True
+        self.stale = True
 
     def put(self, layer: int, units: Sequence[int]) -> list[int]:
         """Units of a layer have slots from now on, the first that are free; gives these."""
@@ -289,7 +289,7 @@ class SlotTable:
         if width > have:
             self.slot = np.pad(self.slot, ((0, 0), (0, max(width, 2 * have) - have)), constant_values=-1)
         self.slot[layer, units] = slots
-        self._stale = True
+        self.stale = True
         return slots
 
     def drop(self, units: list[int] | slice) -> None:
@@ -299,7 +299,7 @@ class SlotTable:
         for slot in slots:
             heapq.heappush(self.free, slot)
         self.slot[:, units] = -1
-        self._stale = self._stale or bool(slots)
+        self.stale = self.stale or bool(slots)
 
     def look(self, layer: int, unit: int) -> int:
         """The slot of a unit, -1 where it has none."""
@@ -308,12 +308,12 @@ class SlotTable:
     def rows(self) -> Tensor:
         """The slots on the device: uploaded whole, and only when asked for after a change, for streams change in one
         phase and are asked in another. They stay where they are until the table widens."""
-        if self._stale:
+        if self.stale:
             if self.copy.shape != self.slot.shape:
                 with torch.inference_mode(False):
                     self.copy = self.copy.new_empty(self.slot.shape)
             self.copy.copy_(on_device(torch.from_numpy(self.slot).clone(), self.copy.device))
-            self._stale = False
+            self.stale = False
         return self.copy
 
 

@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
     def reload(self) -> None:
         tree = tree_of()
         with TemporaryDirectory() as folder:
-            self.tree.save(Path(folder), [])
+            self.tree.save(Path(folder), {"absent": []})
             assert tree.load(Path(folder), len(self.scenes)) == []
         self.tree, self.mark = tree, None
 

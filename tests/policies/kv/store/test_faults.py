@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
+from mmaccel.core.memory import buffers
 from mmaccel.policies.kv.store import slabs
 
 from .units import LAYERS, UNIT_BYTES, check, contents, fill, open_store
@@ -52,7 +53,7 @@ def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.Monk
     with pytest.raises(StoreError, match="the host has 1048576 bytes left"):
         store.reserve(20)
     check(store, 1, [1, 0])
-    monkeypatch.setattr(slabs, "host_available", lambda: slabs.UNKNOWN)
+    monkeypatch.setattr(slabs, "host_available", lambda: buffers.UNKNOWN)
     real = torch.empty
 
     def refuse(*sizes: object, **named: object) -> Tensor:
@@ -67,20 +68,20 @@ def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.Monk
 
 def test_what_the_host_has_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemAvailable:  600 kB\n")
-    monkeypatch.setattr(slabs, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(slabs, "GROUP", tmp_path)
-    assert (slabs.host_total(), slabs.host_available()) == (1024000, 614400)
+    monkeypatch.setattr(buffers, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(buffers, "GROUP", tmp_path)
+    assert (buffers.host_total(), buffers.host_available()) == (1024000, 614400)
     (tmp_path / "memory.max").write_text("max\n")
-    assert slabs.host_total() == 1024000
+    assert buffers.host_total() == 1024000
     (tmp_path / "memory.max").write_text("500000\n")
     (tmp_path / "memory.current").write_text("450000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\nactive_file 1000\n")
-    assert (slabs.host_total(), slabs.host_available()) == (500000, 71000)
+    assert (buffers.host_total(), buffers.host_available()) == (500000, 71000)
     (tmp_path / "memory.current").write_text("600000\n")
-    assert slabs.host_available() == 0
-    monkeypatch.setattr(slabs, "MEMINFO", tmp_path / "no")
-    monkeypatch.setattr(slabs, "GROUP", tmp_path / "no")
-    assert slabs.host_total() == slabs.host_available() == slabs.UNKNOWN
+    assert buffers.host_available() == 0
+    monkeypatch.setattr(buffers, "MEMINFO", tmp_path / "no")
+    monkeypatch.setattr(buffers, "GROUP", tmp_path / "no")
+    assert buffers.host_total() == buffers.host_available() == buffers.UNKNOWN
     assert 0 < slabs.SPARE < 1
 
 

@@ -28,7 +28,7 @@ def ahead(
 
     def memory() -> Tensor | None:
         made.append(threading.current_thread().name)
-        raw = torch.empty(slabs._bytes, dtype=torch.uint8)
+        raw = torch.empty(slabs.slab_bytes, dtype=torch.uint8)
         return None if len(made) in fails else slabs._cut(raw)
 
     slabs._pinned = True

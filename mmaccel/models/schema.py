@@ -1,0 +1,117 @@
+"""Answers in JSON by a schema: a logits processor of transformers over the matcher of llguidance, which is optional."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor
+
+from mmaccel.core.errors import ModelError
+
+WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space is that of `json.dumps`, for a model that may write as much of it as it likes may write nothing else."""
+
+
+class SchemaProcessor(LogitsProcessor):
+    """Lets through the tokens after which an answer, of one sequence, can still be JSON of a schema.
+
+    It goes by the ids that it is given alone, whatever it was asked about before: so a draft's tokens may be taken back. It
+    travels to another process as what it was made of.
+
+    tokenizer  the JSON of a fast tokenizer
+    vocabulary  how many ids the model knows
+    ends       ids that end an answer
+    start      tokens before the answer
+    """
+
+    def __init__(
+        self, tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str, start: int
+    ) -> None:
+        self._made_of = tokenizer, vocabulary, ends, schema, start
+        self._start, self._ends, self._read = start, set(ends), list[int]()
+        self._matcher = _matcher(tokenizer, vocabulary, ends, schema)
+
+    def __reduce__(self) -> Any:
+        return SchemaProcessor, self._made_of
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ids = input_ids[0, self._start :].tolist()
+        if not self._ends.isdisjoint(ids) or not self._follow(ids):
+            return scores  # behind an end, or what is refused: this is not looked at
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        allowed = (bits[:, None] >> torch.arange(8)).bitwise_and_(1).flatten().bool()
+        allowed = torch.nn.functional.pad(allowed, (0, max(0, scores.shape[-1] - len(allowed))))
+        return scores.masked_fill(~allowed[: scores.shape[-1]].to(scores.device), -torch.inf)
+
+    def _follow(self, ids: list[int]) -> bool:
+        """Bring the matcher behind `ids`; whether all of them are let through."""
+        same = next((n for n, (a, b) in enumerate(zip(self._read, ids, strict=False)) if a != b), None)
+        same = min(len(self._read), len(ids)) if same is None else same
+        if same < len(self._read):
+            self._matcher.rollback(len(self._read) - same)
+        new = ids[same:]
+        count = self._matcher.validate_tokens(new) if new else 0
+        self._read = ids[: same + count]
+        return self._matcher.consume_tokens(new[:count]) and count == len(new)
+
+
+def by_schema(
+    model: nn.Module, tokenizer: Any, schema: Mapping[str, Any] | str | type, ends: Iterable[int], start: int
+) -> LogitsProcessor:
+    """What makes the answer of `model` after `start` tokens JSON by `schema`: a mapping, its JSON, or a pydantic model.
+    Raises `ModelError` for one that cannot be, and without llguidance."""
+    told = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+    try:
+        text = told if isinstance(told, str) else json.dumps(told)
+        if not isinstance(json.loads(text), dict):
+            raise ValueError("it is no JSON object")
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"schema: {error}; give a JSON schema, as a mapping or in JSON.") from error
+    size = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    return SchemaProcessor(tokenizer.backend_tokenizer.to_str(), size, tuple(sorted(ends)), text, start)
+
+
+@functools.lru_cache(maxsize=8)
+def _tokens(tokenizer: str, vocabulary: int, ends: tuple[int, ...]) -> Any:
+    """The tokenizer as llguidance has it, which takes a second to make."""
+    from llguidance import LLTokenizer
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    inner = Tokenizer.from_str(tokenizer)
+    inner.no_padding()
+    inner.no_truncation()
+    if inner.decode(inner.encode("{", add_special_tokens=False).ids) != "{" or len(inner.encode("{").ids) > 1:
+        # Text that has one spelling is written by the tokenizer: without a space of its own before it.
+        inner.normalizer = None
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return LLTokenizer(inner.to_str(), n_vocab=vocabulary, eos_token=list(ends) or None)
+
+
+def _matcher(tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str) -> Any:
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise ModelError(
+            "schema: it needs llguidance; install it with pip install 'mmaccel[json]'."
+        ) from error
+    known = _tokens(tokenizer, vocabulary, ends)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=WRITTEN)
+        fault = LLMatcher.validate_grammar(grammar, known)
+    except ValueError as error:
+        fault = str(error)
+    if fault:
+        raise ModelError(f"schema: {fault.strip().splitlines()[0].rstrip('.')}; give one that can be kept.")
+    return LLMatcher(known, grammar, log_level=0)
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer: those of the model's `generation_config`, or else the tokenizer's."""
+    told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    told = tokenizer.eos_token_id if told is None else told
+    return set(told) if isinstance(told, list | tuple) else {told}

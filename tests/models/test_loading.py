@@ -146,6 +146,7 @@ def test_quantized_weights(folder: Path, kind: str) -> None:
     assert kept is not None and kept < 1 and type(model) is type(whole)
 
 
+@pytest.mark.parametrize("folder", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)], indirect=True)
 def test_a_compiled_model(folder: Path) -> None:
     model = mmaccel.load_model(folder, torch.float32)
     plain, _ = calls(model, folder)

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests import SOURCES
+from tests.benches import ran
 
-ROOT = Path(__file__).parent.parent
+FEW = "--tokens 512 --repeats 2 --warmup 0 --size 16 --heads 4 2 --dtype float32"
 
 
 def test_every_case_runs(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    few = ("--repeats", "2", "--warmup", "0", "--size", "16", "--heads", "4", "2", "--dtype", "float32")
-    command = [
-        sys.executable,
-        "bench/attend.py",
-        "--device",
-        "cpu",
-        "--tokens",
-        "512",
-        "--out",
-        str(out),
-        *few,
-    ]
-    environment = {**os.environ, "PYTHONPATH": SOURCES}
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    first, *rows = (json.loads(line) for line in out.read_text().splitlines())
+    first, *rows = ran("attend", tmp_path / "rows.jsonl", *FEW.split())
     assert "torch" in first["environment"]
     assert [row for row in rows if "failed" in row] == []
     cases = {row["case"] for row in rows}
@@ -65,30 +43,8 @@ def test_ways_of_others_are_timed_beside(tmp_path: Path) -> None:
         "    assert kept[0, 0, -1, columns[0, 0]].all() and kept[0, 1, -1, facts['tokens'] - 1 - diagonals[0, 1]].all()\n"
         "    yield 'the other', lambda: query + 1\n"
     )
-    out = tmp_path / "rows.jsonl"
-    cases = (
-        "--cases",
-        "vertical_slash_frames",
-        "a_shape",
-        "--tokens",
-        "512",
-        "--no-dense",
-        "--beside",
-        str(other),
-    )
-    few = ("--repeats", "2", "--warmup", "0", "--size", "16", "--heads", "4", "2", "--dtype", "float32")
-    command = [sys.executable, "bench/attend.py", "--device", "cpu", "--out", str(out), *cases, *few]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": SOURCES},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in out.read_text().splitlines()[1:]]
+    cases = ("--cases", "vertical_slash_frames", "a_shape", "--no-dense", "--beside", str(other))
+    _, *rows = ran("attend", tmp_path / "rows.jsonl", *cases, *FEW.split())
     told = [(row["case"], row["way"]) for row in rows if row["way"] == "the other"]
     assert told == [("vertical_slash_frames", "the other")]
     assert [row for row in rows if "failed" in row] == []

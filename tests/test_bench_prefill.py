@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from mmaccel.backends.ops import dense_attend as dense
-from tests import SOURCES
+from tests.benches import ROOT, ran
 
-ROOT = Path(__file__).parent.parent
+FEW = "--shrink 2048 --quick --dtype float32 --heads 4 2 --size 16"
 
 
-def run(out: Path, *only: str) -> list[dict[str, object]]:
-    few = (
-        "--device",
-        "cpu",
-        "--shrink",
-        "2048",
-        "--quick",
-        "--dtype",
-        "float32",
-        "--heads",
-        "4",
-        "2",
-        "--size",
-        "16",
-    )
-    command = [sys.executable, "bench/prefill.py", "--out", str(out), *few, "--only", *only]
-    environment = {**os.environ, "PYTHONPATH": SOURCES}
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in out.read_text().splitlines()]
+def run(out: Path, *only: str) -> list[dict[str, Any]]:
+    return ran("prefill", out, *FEW.split(), "--only", *only)
 
 
 def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import SOURCES
+from tests.benches import ROOT, ran
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
-
-ROOT = Path(__file__).parent.parent
 
 
 def run(out: Path, *only: str, shrink: int = 10) -> list[dict[str, Any]]:
-    few = ("--device", "cpu", "--shrink", str(shrink), "--limit", "1000", "--only", *only)
-    done = subprocess.run(
-        [sys.executable, "bench/stream.py", "--out", str(out), *few],
-        env={**os.environ, "PYTHONPATH": SOURCES},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return ran("stream", out, "--shrink", str(shrink), "--limit", "1000", "--only", *only)
 
 
 def shown(rows: list[dict[str, Any]]) -> set[str]:
@@ -64,6 +48,7 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     assert {f"encode, {way}" for way in encoded} == shown(again) - shown(rows) and len(encoded) == 4
 
 
+@pytest.mark.slow
 def test_steps_that_vary_what_is_asked_of(tmp_path: Path) -> None:
     """Latency by budget, length and memory, splits, memory and the plain model: counterparts of tables and figures."""
     rows = run(tmp_path / "rows.jsonl", "budgets", "lengths", "rivals", "splits", "whole", "memory")
@@ -107,6 +92,7 @@ def test_a_day_beside_what_is_predicted(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_films_taken_in_at_once_asked_under_drafts_and_on_a_capped_device(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     rows = run(out, "ingest", "drafted", "capped", shrink=60)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import pytest
+
+from tests.benches import ran
 
 
-def test_every_way_runs(tmp_path: Path) -> None:
+def test_every_way_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     sizes = {
         "frames": 64,
@@ -24,30 +23,9 @@ def test_every_way_runs(tmp_path: Path) -> None:
         "work": 16,
     }
     few = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    command = [
-        sys.executable,
-        "bench/transfer.py",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-        "--repeats",
-        "2",
-        *few,
-    ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    first, *rows = (json.loads(line) for line in out.read_text().splitlines())
+    first, *rows = ran("transfer", out, "--repeats", "2", *few)
     assert "torch" in first["environment"]
-    assert [json.loads(line) for line in done.stdout.splitlines()] == rows
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     asked = {(row["way"], row["run"]): row for row in rows if row["case"] == "question"}
     for run in (1, 4, 16):
         ways = {way: row for (way, at), row in asked.items() if at == run}

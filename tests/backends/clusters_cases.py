@@ -1,4 +1,4 @@
-"""What a question retrieves, by the Triton kernels, interpreted or compiled; `test_clusters.py` runs them."""
+"""What a question retrieves, by the Triton kernels, interpreted or compiled; `test_kernel_cases.py` runs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmaccel.backends.ops import clusters as plain
 from mmaccel.backends.ops.clusters import Late, Lists, Own, preceding
 from mmaccel.backends.triton import stream
 
-from .triton_cases import DEVICE, INTERPRETED
+from .triton_cases import DEVICE, INTERPRETED, some
 
 TYPES = [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 LAYERS, WIDTH = 4, 24
@@ -52,16 +52,14 @@ def test_scores(dtype: torch.dtype, cosine: bool) -> None:
     assert stream.scored(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
 
 
-@pytest.mark.parametrize("count", [1, 9, 600])
-@pytest.mark.parametrize("limit", [1, 7, 200, 10**6])
+@pytest.mark.parametrize(("limit", "count"), some([1, 7, 200, 10**6], [1, 9, 600]))
 def test_the_first_stage(count: int, limit: int) -> None:
     score, size = few((2, count), count), few((count,), 1 + count, 4).long().clamp_min(0)
     found = stream.outside(there(score), there(size), limit, 2)
     assert torch.equal(found.cpu(), plain.outside.plain(score, size, limit, 2))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("count", [5, 700])
+@pytest.mark.parametrize(("rows", "count"), some([1, 2], [5, 700]))
 def test_the_order_of_clusters(rows: int, count: int) -> None:
     """By score, then by number; in two stages and in one."""
     score, visual = few((rows, count), count), 1 + count // 3
@@ -108,12 +106,15 @@ def test_entries_up_to_a_budget(
             assert torch.equal(found[1].cpu(), wanted[1])
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(("left", "tokens"), [(None, 0), (4, 0), (0, 5), (99, 5)])
-@pytest.mark.parametrize(("count", "room"), [(11, 11), (11, 3), (530, 300)])
+@pytest.mark.parametrize(
+    ("dtype", "left_tokens", "count_room"),
+    some(TYPES, [(None, 0), (4, 0), (0, 5), (99, 5)], [(11, 11), (11, 3), (530, 300)]),
+    ids=str,
+)
 def test_what_stands_for_clusters(
-    dtype: torch.dtype, left: int | None, tokens: int, count: int, room: int
+    dtype: torch.dtype, left_tokens: tuple[int | None, int], count_room: tuple[int, int]
 ) -> None:
+    (left, tokens), (count, room) = left_tokens, count_room
     torch.manual_seed(0)
     score = few((count,), 1)
     score[few((count,), 2) > 1] = -torch.inf

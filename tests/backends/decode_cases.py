@@ -1,4 +1,4 @@
-"""The kernels of a decode step against their plain forms, interpreted or compiled; `test_decode.py` runs them."""
+"""The kernels of a decode step against their plain forms, interpreted or compiled; `test_kernel_cases.py` runs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmaccel.backends.ops.layer_ops import (
 from mmaccel.backends.triton import decode
 
 from .oracle import budget
-from .triton_cases import DEVICE, DTYPES, INTERPRETED
+from .triton_cases import DEVICE, DTYPES, INTERPRETED, some
 
 
 @pytest.fixture(autouse=True)
@@ -77,14 +77,12 @@ def check(
     assert said.transpose(1, 2).is_contiguous() and float((said.double() - exact).abs().max()) <= allowed
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [64, 80, 96, 128])
+@pytest.mark.parametrize(("size", "dtype"), some([64, 80, 96, 128], DTYPES), ids=str)
 def test_head_sizes(size: int, dtype: torch.dtype) -> None:
     check(torch.tensor([[150, 151, 152]]), 200, size=size, dtype=dtype, splits=3, block_n=32)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7])
-@pytest.mark.parametrize("last", [0, 1, 31, 32, 63, 64, 65, 129, 199])
+@pytest.mark.parametrize(("last", "splits"), some([0, 1, 31, 32, 63, 64, 65, 129, 199], [1, 2, 7]))
 def test_pieces_of_every_length(last: int, splits: int) -> None:
     """One column, whole tiles, a tile and a bit, fewer tiles than pieces, the whole cache."""
     check(torch.tensor([[last]]), 200, splits=splits, block_n=16)
@@ -235,13 +233,15 @@ def closer(got: Tensor, said: Tensor, exact: Tensor, sizes: float, K: int) -> No
     assert float((got.double() - exact).abs().max()) <= 2 * off + order
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("count", "wide"), [(1, 96), (3, 90), (17, 96), (64, 2100)])
-@pytest.mark.parametrize("kind", ["three with a bias", "gated"])
-def test_a_norm_between_two_products(kind: str, count: int, wide: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    some([(1, 96), (3, 90), (17, 96), (64, 2100)], ["three with a bias", "gated"], DTYPES),
+    ids=str,
+)
+def test_a_norm_between_two_products(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
     """What one product leaves and the next takes up is the norm between them: of widths that fill no block, of more parts
     than are held at once."""
-    K, eps = 48, 1e-5
+    (count, wide), K, eps = shape, 48, 1e-5
     x, residual = drawn(count, K, dtype=dtype), drawn(count, wide, dtype=dtype, seed=1)
     weight, gain = drawn(wide, K, dtype=dtype, seed=2) / 7, drawn(wide, dtype=dtype, seed=3)
     out, gained, squares = decode.pass_rows(x, weight, [], residual, gain, block_k=16)
@@ -279,15 +279,16 @@ def entered(
     return weight, bias, turn, columns, cache
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("B", "n", "biased"), [(1, 1, True), (2, 3, True), (2, 9, False)])
-@pytest.mark.parametrize("size", [64, 72])
-def test_enter(size: int, B: int, n: int, biased: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("size", "rows", "dtype"), some([64, 72], [(1, 1, True), (2, 3, True), (2, 9, False)], DTYPES), ids=str
+)
+def test_enter(size: int, rows: tuple[int, int, bool], dtype: torch.dtype) -> None:
     """A product that turns and writes what it makes: the product, and what turns it after.
 
     On a device both kernels sum in one order, and the values are the same to the bit. A CPU's library sums in an order of
     its own for each shape, so there the error against float64 counts, as in `test_project`.
     """
+    B, n, biased = rows
     weight, bias, turn, columns, whole = entered(dtype, B, n, size, biased)
     x, gain = drawn(B * n, 48, dtype=dtype), drawn(48, dtype=dtype, seed=8)
     mine, theirs, said = ([w.clone()[:, :, 1] for w in whole] for _ in range(3))

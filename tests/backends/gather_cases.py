@@ -1,4 +1,4 @@
-"""Units gathered from host slabs by the Triton kernel, interpreted or compiled; `test_gather.py` runs them."""
+"""Units gathered from host slabs by the Triton kernel, interpreted or compiled."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import torch
 from mmaccel.backends.ops import clusters
 from mmaccel.backends.triton.stream import gather_units
 
-from .triton_cases import DEVICE, INTERPRETED
+from .triton_cases import DEVICE, INTERPRETED, some
 
 SLOT = [3, 0, -1, 9, 6, 3, -1, 5]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-@pytest.mark.parametrize(("tokens", "size", "words"), [(5, 4, 2048), (49, 16, 64), (3, 1, 2048), (7, 3, 4)])
-@pytest.mark.parametrize("programs", [3, 1000])
-def test_as_the_plain_way(dtype: torch.dtype, tokens: int, size: int, words: int, programs: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "programs"),
+    some(
+        [torch.bfloat16, torch.float32, torch.uint8],
+        [(5, 4, 2048), (49, 16, 64), (3, 1, 2048), (7, 3, 4)],
+        [3, 1000],
+    ),
+    ids=str,
+)
+def test_as_the_plain_way(dtype: torch.dtype, sizes: tuple[int, int, int], programs: int) -> None:
     """Heads of any number of bytes, more pieces than programs, slabs wherever they lie, a window of a larger tensor."""
+    tokens, size, words = sizes
     torch.manual_seed(0)
     raw = [torch.randint(0, 255, (4 * 4 * tokens * size * 8,), dtype=torch.uint8) for _ in range(3)]
     if not INTERPRETED:

@@ -1,4 +1,4 @@
-"""Where the copy engine finds keys, and what else is made before the kernel for Hopper runs; `test_hopper.py` runs them."""
+"""Where the copy engine finds keys, and what else is made before the kernel for Hopper runs."""
 
 from __future__ import annotations
 

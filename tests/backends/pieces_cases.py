@@ -1,4 +1,4 @@
-"""Pieces put together by the Triton kernel against the plain way, interpreted or compiled; `test_pieces.py` runs them."""
+"""Pieces put together by the Triton kernel against the plain way, interpreted or compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of a layer's rows against what transformers computes; `test_pointwise.py` has them interpreted or compiled."""
+"""The kernels of a layer's rows against what transformers computes, interpreted or compiled."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .test_triton import run
 
 pytest.importorskip("triton")
 CUDA = torch.device("cuda")
-GROUPS = ("attend", "hopper", "decode", "project", "index", "stream pointwise")
+GROUPS = ("attend", "hopper", "decode", "project", "index", "stream", "pointwise")
 
 
 def compiled(*arguments: str) -> list[str]:
@@ -64,10 +64,9 @@ def judge(row: dict[str, Any]) -> None:
         assert row["wide"] == [wide, wide] and row["stores"] > 0, row
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-def test_compiles_for_hopper(groups: str) -> None:
-    rows = [json.loads(line) for line in compiled("sm_90", "--only", *groups.split())]
-    assert rows
+def test_compiles_for_hopper() -> None:
+    rows = [json.loads(line) for line in compiled("sm_90", "--only", *GROUPS)]
+    assert {row["way"].split()[0] for row in rows} >= {*GROUPS}
     for row in rows:
         judge(row)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from mmaccel.backends import reference, select
 from mmaccel.core.prefill.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
 from mmaccel.core.prefill.sparse import attend_plan
+from tests.products import product
 
 from .oracle import budget, log_sum_exp, masked
 from .plans import PATTERNS, pattern_plan, random_plan, with_extras
@@ -35,10 +36,11 @@ def draw(plan: AttentionPlan, groups: int, size: int, seed: int) -> tuple[Tensor
     return query, key, value
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("start", [0, 70])
-@pytest.mark.parametrize("name", list(PATTERNS))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "name", "start", "dtype"),
+    product(BACKENDS, PATTERNS, [0, 70], [torch.float32, torch.float16, torch.bfloat16], together=2),
+    ids=str,
+)
 def test_patterns(backend: str, name: str, start: int, dtype: torch.dtype) -> None:
     plan, scene = pattern_plan(name, start)
     (query, key, value), plan = move(plan, scene.tensors(torch.float32), dtype)

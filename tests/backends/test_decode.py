@@ -1,4 +1,4 @@
-"""The operators of a decode step: their contract, and their kernels without a device and on one."""
+"""The operators of a decode step: their contract, and what goes to which kernel."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import torch
 
 from mmaccel.backends.ops import operator
 from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, rope_rows
-
-from .test_triton import run
 
 
 def test_the_operators_keep_their_contract() -> None:
@@ -87,11 +85,3 @@ def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
     assert launched == [dtype]
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.numeric(by="numpy")
-def test_interpreted() -> None:
-    pytest.importorskip("triton")
-    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
-    out = run("pytest", "tests/backends/decode_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
-    assert " passed" in out and "failed" not in out and "skipped" not in out

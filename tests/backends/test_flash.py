@@ -26,6 +26,7 @@ from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
 from mmaccel.policies.sparse.orders import IntraPattern
 from tests.policies.sparse.scenes import Scene
 from tests.policies.sparse.test_no_reads import NoReads
+from tests.products import product
 
 from .flash_cases import check, recorded, written_out
 from .oracle import flat
@@ -48,9 +49,7 @@ def planned(name: str, block: int, start: int) -> tuple[AttentionPlan, tuple[Ten
     return plan, tensors
 
 
-@pytest.mark.parametrize("start", [0, 70])
-@pytest.mark.parametrize("block", [64, 128, 256])
-@pytest.mark.parametrize("name", list(PATTERNS))
+@pytest.mark.parametrize(("name", "block", "start"), product(PATTERNS, [64, 128, 256], [0, 70], together=2))
 def test_patterns(name: str, block: int, start: int, calls: list[tuple[Any, ...]]) -> None:
     check(*planned(name, block, start))
     assert calls

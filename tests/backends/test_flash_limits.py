@@ -53,7 +53,7 @@ def test_runs_of_keys(
     assert [args[6] for args in told] == [True, False]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**16),
     blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),

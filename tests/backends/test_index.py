@@ -1,8 +1,6 @@
-"""The operators that make indices: their contracts, and their kernels without a device."""
+"""The operators that make indices: their contracts."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -14,10 +12,6 @@ from mmaccel.policies.sparse import Grid
 from mmaccel.policies.sparse.grid import ClassOrder
 from mmaccel.policies.sparse.orders import LayerInputs
 from tests.policies.sparse.scenes import Scene, sequence
-
-from .test_triton import run
-
-QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
 def test_the_operators_keep_their_contracts() -> None:
@@ -50,21 +44,3 @@ def test_turned_classes_keep_their_contract(columns: int, rows: int, beyond: dic
     tokens = [order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0]]
     told = ([classes.line, classes.shift, classes.dense], classes.most_keys, False, columns, rows)
     torch.library.opcheck(turned_classes.op, (tokens, *told))
-
-
-@pytest.mark.numeric(by="numpy")
-def test_interpreted() -> None:
-    pytest.importorskip("triton")
-    warnings = ("-W", "ignore::DeprecationWarning")
-    out = run(
-        "pytest", "tests/backends/index_cases.py", *QUIET, *warnings, TRITON_INTERPRET="1", PYTEST_ADDOPTS=""
-    )
-    assert " passed" in out and "skipped" not in out
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_compiled() -> None:
-    here = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    out = run("pytest", "tests/backends/index_cases.py", *QUIET, PYTEST_ADDOPTS="", CUDA_VISIBLE_DEVICES=here)
-    assert " passed" in out

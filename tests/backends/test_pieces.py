@@ -1,18 +1,11 @@
-"""The operator that puts pieces together: its contract, what it writes, and its kernel without a device."""
+"""The operator that puts pieces together: its contract, and what it writes."""
 
 from __future__ import annotations
 
-import os
-
-import pytest
 import torch
 
 from mmaccel.backends.ops.block_lists import FIELDS, assembled
 from mmaccel.core.prefill.merge_heads import TensorPacker
-
-from .test_triton import run
-
-QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
 def test_pieces_lie_where_they_are_put() -> None:
@@ -38,22 +31,3 @@ def test_the_operator_keeps_its_contract() -> None:
     sheet.put(sheet.add((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
     fills = len(sheet._fills) // len(FIELDS)
     torch.library.opcheck(assembled.op, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends))
-
-
-def test_interpreted() -> None:
-    pytest.importorskip("triton")
-    warnings = ("-W", "ignore::DeprecationWarning")
-    out = run(
-        "pytest", "tests/backends/pieces_cases.py", *QUIET, *warnings, TRITON_INTERPRET="1", PYTEST_ADDOPTS=""
-    )
-    assert " passed" in out and "skipped" not in out
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_compiled() -> None:
-    here = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    out = run(
-        "pytest", "tests/backends/pieces_cases.py", *QUIET, PYTEST_ADDOPTS="", CUDA_VISIBLE_DEVICES=here
-    )
-    assert " passed" in out

@@ -1,15 +1,10 @@
-"""The operators of a layer's rows: their contracts, their plain forms, and their kernels without a device."""
+"""The operators of a layer's rows: their contracts, and their plain forms."""
 
 from __future__ import annotations
 
-import os
-
-import pytest
 import torch
 
 from mmaccel.backends.ops import layer_ops
-
-from .test_triton import run
 
 
 def test_the_operators_keep_their_contracts() -> None:
@@ -33,21 +28,3 @@ def test_the_plain_forms() -> None:
     wanted = torch.view_as_real(numbers * torch.polar(torch.ones(2, 1, 3, 4), x[:, None, :, :4]))
     layer_ops.rotate_(q, angle.cos(), angle.sin())
     torch.testing.assert_close(q, torch.cat([wanted[..., 0], wanted[..., 1]], -1))
-
-
-def test_interpreted() -> None:
-    pytest.importorskip("triton")
-    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
-    out = run("pytest", "tests/backends/pointwise_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
-    assert " passed" in out
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_compiled() -> None:
-    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-    here = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    out = run(
-        "pytest", "tests/backends/pointwise_cases.py", *quiet, PYTEST_ADDOPTS="", CUDA_VISIBLE_DEVICES=here
-    )
-    assert " passed" in out

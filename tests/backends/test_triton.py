@@ -1,4 +1,4 @@
-"""The Triton backend without a device: interpreted on the CPU; `test_architectures.py` compiles it.
+"""The Triton backend without a device: `test_kernel_cases.py` has it interpreted, `test_architectures.py` compiled.
 
 Whether Triton interprets is settled when it is imported, and PyTorch may have imported it long ago, so each of these runs
 in a process of its own.
@@ -32,15 +32,6 @@ def run(*arguments: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done.stdout
-
-
-@pytest.mark.numeric(by="numpy")
-@pytest.mark.parametrize("chosen", ["test_patterns", "not test_patterns"], ids=["patterns", "the rest"])
-def test_interpreted(chosen: str) -> None:
-    cases = "tests/backends/triton_cases.py"
-    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
-    out = run("pytest", cases, "-k", chosen, *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
-    assert " passed" in out and "failed" not in out and "skipped" not in out
 
 
 def test_tells_why_it_cannot_run() -> None:

@@ -6,7 +6,6 @@ bfloat16 matrices are wrong, so that type waits for a device.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,12 +31,9 @@ from mmaccel.policies.sparse import PerHead
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import CASES, HEADS, plan_of, small
 
+from .interpreted import DEVICE, DTYPES, INTERPRETED, some
 from .oracle import budget, flat, log_sum_exp
 from .plans import random_plan, with_extras
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 
 SCENE = Scene(
     (
@@ -95,12 +91,11 @@ def check(
     return out, lse
 
 
-@pytest.mark.parametrize("sinks", [None, 4, 0], ids=["all", "window and sinks", "window"])
-@pytest.mark.parametrize(("start", "chunk"), [(0, None), (20, 2)], ids=["whole", "late and split"])
-@pytest.mark.parametrize("name", CASES)
-def test_patterns(monkeypatch, name: str, start: int, chunk: int | None, sinks: int | None) -> None:
+@pytest.mark.parametrize(("name", "part", "sinks"), some(CASES, [(0, None), (20, 2)], [None, 4, 0]), ids=str)
+def test_patterns(monkeypatch, name: str, part: tuple[int, int | None], sinks: int | None) -> None:
     """Every registered pattern, and what a window of 21 columns shows of it, with sinks also where neighbouring lists are
     read together; then as a later piece of the prompt, each row split into pieces of two blocks."""
+    start, chunk = part
     scene = replace(SCENE, start=start)
     plan = plan_of(small(name), scene)
     if plan is None:
@@ -139,10 +134,12 @@ def test_random_plans(seed: int, lead: str, groups: int, sizes: tuple[int, int],
     check(plan, draw(plan, groups, 16, seed), kernel=partial(block_attend, chunk=chunk))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("lead", "chunk"), [("", None), ("h", 2), ("bh", None), ("b", 1)])
-def test_biases_and_keys_of_their_own(lead: str, chunk: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"), some([("", None), ("h", 2), ("bh", None), ("b", 1)], DTYPES), ids=str
+)
+def test_biases_and_keys_of_their_own(kind: tuple[str, int | None], dtype: torch.dtype) -> None:
     """Four spans, of which one has a bias, one keys of its own, one both, and one neither."""
+    lead, chunk = kind
     plan = with_extras(random_plan(5, lead=lead, n_query=30, n_key=50), 2, 16, 5)
     tensors = draw(plan, 2, 16, 5)
     check(plan, tensors, dtype, kernel=partial(block_attend, chunk=chunk))
@@ -155,8 +152,9 @@ def test_biases_and_keys_of_their_own(lead: str, chunk: int | None, dtype: torch
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(64, 64), (80, 80), (96, 96), (128, 128), (24, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), some([(64, 64), (80, 80), (96, 96), (128, 128), (24, 40)], DTYPES), ids=str
+)
 def test_head_sizes(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     plan = random_plan(sum(sizes), batch=1, n_query=30, n_key=60, lead="h")
     tensors = draw(plan, 2, sizes[0], 4, sizes[1])
@@ -179,10 +177,11 @@ def blocks_plan(block_q: int, block_k: int, lead: str, spans: int = 2, heads: in
     return AttentionPlan((Part(q_row, tuple(made)),), block_q, block_k, 1, heads, P, spans * N)
 
 
-@pytest.mark.parametrize("lead", ["", "h"])
-@pytest.mark.parametrize(("block_q", "block_k"), [(64, 64), (128, 128), (256, 16), (16, 256)])
-def test_blocks_larger_than_a_tile(block_q: int, block_k: int, lead: str) -> None:
-    plan = blocks_plan(block_q, block_k, lead)
+@pytest.mark.parametrize(
+    ("blocks", "lead"), some([(64, 64), (128, 128), (256, 16), (16, 256)], ["", "h"]), ids=str
+)
+def test_blocks_larger_than_a_tile(blocks: tuple[int, int], lead: str) -> None:
+    plan = blocks_plan(*blocks, lead)
     check(plan, draw(plan, 2, 16, 1))
 
 
@@ -292,8 +291,7 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
         torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
-@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(("chunk", "in_order"), some([None, 1], [True, False]))
 def test_every_row_is_written_where_nothing_is_laid_out_before(
     chunk: int | None, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,8 +321,7 @@ def test_every_row_is_written_where_nothing_is_laid_out_before(
     assert (got[1] == -torch.inf).any()
 
 
-@pytest.mark.parametrize("lead", ["", "bh"])
-@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize(("lead", "chunk"), some(["", "bh"], [None, 1]))
 def test_rows_at_their_places(lead: str, chunk: int | None) -> None:
     """In the order of the query the kernel writes what the order of the part says; what no row serves is zero."""
     plan = random_plan(12, lead=lead, n_query=30, n_key=50).to(DEVICE)
@@ -372,8 +369,7 @@ def test_the_fake_tells_the_truth(dtype: torch.dtype) -> None:
         assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
 
 
-@pytest.mark.parametrize("start", [0, 20])
-@pytest.mark.parametrize("name", ["grid", "sf_fixed", "tri_shape", "per_head"])
+@pytest.mark.parametrize(("name", "start"), some(["grid", "sf_fixed", "tri_shape", "per_head"], [0, 20]))
 def test_two_blocks_of_queries_as_one(name: str, start: int) -> None:
     """Lists that are runs of blocks in their order are walked two together; of an odd number of them, the last alone."""
     scene = replace(SCENE, start=start, heads=4, groups=2)

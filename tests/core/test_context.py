@@ -15,6 +15,7 @@ from mmaccel.core.prefill.sparse import attend_plan, window_plan
 from mmaccel.core.registry import policy
 from tests.backends.oracle import budget
 from tests.policies.sparse.scenes import Scene, sequence
+from tests.products import product
 
 SCENE = Scene(
     (
@@ -61,9 +62,9 @@ def blocks(plan: AttentionPlan) -> int:
     return int(sum(count.sum() for count in counts))
 
 
-@pytest.mark.parametrize(("size", "start"), [(2, 0), (3, 300)])
-@pytest.mark.parametrize("name", ["dense", *PATTERNS])
-def test_shares_are_equal_and_give_the_plan_s_attention(name: str, size: int, start: int) -> None:
+@pytest.mark.parametrize(("name", "cut"), product(["dense", *PATTERNS], [(2, 0), (3, 300)]), ids=str)
+def test_shares_are_equal_and_give_the_plan_s_attention(name: str, cut: tuple[int, int]) -> None:
+    size, start = cut
     query, key, value = SCENE.tensors(torch.float32)
     query, plan = query[:, :, start:], plan_of(name, start)
     shares = [share(plan, rank, size) for rank in range(size)]

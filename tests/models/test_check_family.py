@@ -13,6 +13,7 @@ import transformers
 from packaging.version import Version
 
 import mmaccel
+from mmaccel.contract import family
 from mmaccel.core.adapter import ConfigOnlyModel
 from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError
@@ -36,8 +37,22 @@ KINDS = sorted(kind for family in registry("model").values() for kind in family.
 pytestmark = pytest.mark.numeric(by="torch")
 
 
+def try_only(monkeypatch: pytest.MonkeyPatch, checks: str, *patterns: str) -> None:
+    """Let `check_family` run the checks of these names alone, by the patterns of these names."""
+    monkeypatch.setattr(family, "CHECKS", tuple(getattr(family, check) for check in checks.split()))
+    monkeypatch.setattr(family, "SPARSE", {name: family.SPARSE[name] for name in patterns})
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_keeps_its_promises(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_keeps_its_promises(
+    kind: str, every: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each family with three patterns, other ones than its neighbour's; `slow`: with all of them."""
+    if not every:
+        turned = [*family.SPARSE] * 2
+        first = 3 * KINDS.index(kind) % len(family.SPARSE)
+        monkeypatch.setattr(family, "SPARSE", {x: family.SPARSE[x] for x in turned[first : first + 3]})
     if kind == "perception_lm" and Version(transformers.__version__) < Version("5.23"):
         pytest.importorskip("timm")
     rows = mmaccel.check_family(sampler(kind).kind)
@@ -56,10 +71,10 @@ def _backwards(self: Any, model: Any, inputs: Any) -> Any:
 
 
 PLAIN = deepstack.of_columns
-FAULTS: dict[str, tuple[Any, str, Any, str]] = {
-    "features that chunks lose": (deepstack, "of_columns", _lost, "dense in chunks"),
-    "frames that follow each other": (Qwen3VL, "grids", Qwen25VL.grids, "placeholders"),
-    "frames from the last to the first": (Qwen3VL, "layout", _backwards, "columns of frames"),
+FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
+    "features that chunks lose": (deepstack, "of_columns", _lost, "_dense", "dense in chunks"),
+    "frames that follow each other": (Qwen3VL, "grids", Qwen25VL.grids, "_dense", "placeholders"),
+    "frames from the last to the first": (Qwen3VL, "layout", _backwards, "_layout", "columns of frames"),
 }
 
 
@@ -96,6 +111,7 @@ PATTERNS: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_pattern_that_lists_other_pairs_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*PATTERNS[name])
+    try_only(monkeypatch, "_patterns", name)
     with pytest.raises(ModelError, match=f"[:;] {name}: other pairs than its definition"):
         mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
 
@@ -105,14 +121,16 @@ def test_a_pattern_in_one_layer_alone_is_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         ForwardPass, "_plan", lambda self, layer, *given: None if layer else plan(self, layer, *given)
     )
+    try_only(monkeypatch, "_patterns", "a_shape")
     with pytest.raises(ModelError, match="a_shape: it does not act in layers"):
         mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, wrong, said = FAULTS[fault]
+    where, name, wrong, check, said = FAULTS[fault]
     monkeypatch.setattr(where, name, wrong)
+    try_only(monkeypatch, check)
     with pytest.raises(ModelError, match=said):
         mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
 
@@ -134,6 +152,7 @@ def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) 
         Other, "finished", lambda self, config, made: Generic.finished(self, like_smolvlm(config), made)
     )
     generic._TOLD.discard("idefics3")
+    try_only(monkeypatch, "_dense _patterns _pruners", "a_shape")
     with pytest.warns(mmaccel.MmaccelWarning, match="'idefics3' is served as any other: patterns, windows"):
         rows = mmaccel.check_family(transformers.Idefics3ForConditionalGeneration, quiet=True)
     model = family_of("idefics3").sampler(transformers.Idefics3ForConditionalGeneration).model()

@@ -12,6 +12,7 @@ from mmaccel.policies.kv._window import Rows, attention
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import QUESTION, every_stream, film, open_session, pair
+from tests.products import product
 
 FIELDS = {
     "mosaic": {"frames": 16, "window": 16},
@@ -27,8 +28,7 @@ def footage(name: str, seed: int) -> tuple[World, Footage]:
     return world, Footage(*pair(name), world, 0.3)
 
 
-@pytest.mark.parametrize("memory", FIELDS)
-@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+@pytest.mark.parametrize(("memory", "name"), product(FIELDS, ["tiny-ov", "tiny-qwen"]))
 def test_the_first_moments_told_are_what_was_asked_about(name: str, memory: str) -> None:
     """Of answers that are right, nine in ten name a true frame, or the one beside, among the first three: of 216 on four
     worlds 213 did; ordered by how many layers retrieved them 30 of 46 (mosaic and rekv, tiny-ov, these two worlds)."""

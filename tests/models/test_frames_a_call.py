@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mmaccel
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
+from tests.products import product
 
 TIGHT = every_stream(frames=6, window=8)
 NAMES = sorted(TIGHT)
@@ -54,8 +55,7 @@ def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
-@pytest.mark.parametrize("kv", NAMES)
+@pytest.mark.parametrize(("kv", "name"), product(NAMES, ["random-ov", "random-qwen"]))
 def test_one_frame_a_call_keeps_what_sixteen_do(name: str, kv: str) -> None:
     frames = stills()
     with open_session(name, fields(kv)) as one, open_session(name, fields(kv)) as many:

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import mmaccel
+from mmaccel.contract import family as promises
 from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError
@@ -55,6 +56,7 @@ FAULTS = {
 def test_a_fault_is_found(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, said = FAULTS[fault]
     monkeypatch.setattr(where, name, wrong)
+    monkeypatch.setattr(promises, "CHECKS", (promises._dense,))
     with pytest.raises(ModelError, match=said):
         mmaccel.check_family(sampler(kind).kind, quiet=True)
 

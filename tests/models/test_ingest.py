@@ -14,6 +14,7 @@ from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.registry import registry
 from mmaccel.policies.kv._ingest import IngestState
 from tests.models.streams import CLUSTERS, FPS, QUESTION, film, logits, open_session, pair, plain, said
+from tests.products import product
 
 EQUAL = 1e-5
 FRAMES = 22
@@ -40,9 +41,7 @@ def test_every_memory_that_ingests_is_here() -> None:
     assert {one["name"] for one in ROOMY.values()} == {name for name, cls in streams.items() if cls.ingests}
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kv", ROOMY)
-@pytest.mark.parametrize("chunk", [None, 64])
+@pytest.mark.parametrize(("name", "kv", "chunk"), product(NAMES, ROOMY, [None, 64]))
 def test_with_room_for_all_an_ingested_film_is_the_plain_model_s(
     name: str, kv: str, chunk: int | None
 ) -> None:

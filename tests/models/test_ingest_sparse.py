@@ -13,6 +13,7 @@ from mmaccel.core.prefill import attention
 from mmaccel.core.recipe import Recipe
 from tests.models.streams import FPS, QUESTION, film, logits, open_session, pair
 from tests.models.test_ingest import ARCHIVED, EQUAL, NAMES, ROOMY
+from tests.products import product
 
 FRAMES = 22
 ALL: dict[str, Any] = {"name": "a_shape", "sink": 16, "window": 1 << 16, "block": 16}
@@ -46,8 +47,7 @@ def test_a_pattern_that_lists_everything_is_dense(name: str, kv: str) -> None:
         assert dense.report().patterns == () and dense.report().kept is None
 
 
-@pytest.mark.parametrize("pattern", FEW)
-@pytest.mark.parametrize("kv", KEPT)
+@pytest.mark.parametrize(("pattern", "kv"), product(FEW, KEPT))
 def test_a_pattern_that_lists_less_is_its_mask(
     pattern: str, kv: str, monkeypatch: pytest.MonkeyPatch, name: str = "random-ov"
 ) -> None:

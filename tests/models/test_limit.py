@@ -15,6 +15,7 @@ from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.models.prompt_layout import positions_of
 from mmaccel.policies.draft import Off, Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+from tests.products import product
 
 ROOM = 13
 STRATEGIES: dict[str, Any] = {
@@ -52,8 +53,7 @@ def said(fast: Any, inputs: dict[str, torch.Tensor], tokens: int) -> list[int]:
     return new
 
 
-@pytest.mark.parametrize("kind", ["video", "text"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "kind"), product(STRATEGIES, ["video", "text"]))
 def test_the_answer_ends_with_the_positions(
     family: tuple[str, Any, Any], strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

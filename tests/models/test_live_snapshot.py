@@ -16,7 +16,7 @@ import mmaccel
 from tests.models import test_stream_families
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session
 
-BEFORE, MEANWHILE, TOKENS = 14, 50, 200
+BEFORE, MEANWHILE, TOKENS = 14, 24, 80
 HYBRID = "qwen3_5"
 """A model some of whose layers carry states."""
 LONG = " ".join([QUESTION] * 12)
@@ -42,7 +42,7 @@ def shots(name: str) -> torch.Tensor:
     """Frames watched before the question, and meanwhile."""
     if name == HYBRID:
         return test_stream_families.film(BEFORE + MEANWHILE, name)[: BEFORE + MEANWHILE]
-    return torch.cat([film(BEFORE, seed=4), film(25), film(25, seed=5)])
+    return torch.cat([film(BEFORE, seed=4), film(MEANWHILE)])
 
 
 def opened(name: str, kv: Any) -> mmaccel.VideoSession:

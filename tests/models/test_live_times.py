@@ -10,6 +10,7 @@ import torch
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams.asking import asked
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
+from tests.products import product
 
 KEEPERS = {
     **{
@@ -63,8 +64,7 @@ def test_it_is_the_model_that_sees_no_other_frames() -> None:
         assert torch.allclose(first(session, (0.0, 1e9)), first(session, None), atol=2e-4)
 
 
-@pytest.mark.parametrize("kv", KEEPERS)
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize(("kv", "name"), product(KEEPERS, ["random-ov", "random-qwen"]))
 def test_it_rests_on_frames_of_that_time(name: str, kv: str) -> None:
     with open_session(name, KEEPERS[kv]) as session:
         session.watch(film(COUNT), fps=FPS)

@@ -23,6 +23,7 @@ from mmaccel.core.recipe import (
 )
 from mmaccel_lab.world import World, render
 from tests.models.streams import QUESTION, pair
+from tests.products import product
 
 FAMILIES = ("random-ov", "random-qwen")
 FRAMES = {"random-ov": 280, "random-qwen": 560}
@@ -44,8 +45,7 @@ def film(frames: int) -> torch.Tensor:
     return render(World.generate(3, frames).table(), 112, 224)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", MAIN_PRESETS)
+@pytest.mark.parametrize(("name", "family"), product(MAIN_PRESETS, FAMILIES))
 def test_all_that_a_preset_names_acts_in_a_session(name: str, family: str) -> None:
     model, processor = pair(family)
     chosen, report = recipe(name, family), None

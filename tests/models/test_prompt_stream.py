@@ -19,6 +19,7 @@ from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, open
 from tests.models.streams import logits as session_logits
 from tests.models.tiny_random import BUILD, batch
 from tests.models.tiny_random import prompt as random_prompt
+from tests.products import product
 
 ROOM = {name: kv for name, kv in every_stream().items() if name not in ("full", "window")}
 TIGHT = {name: kv for name, kv in every_stream(4, 4).items() if name in ROOM}
@@ -54,15 +55,13 @@ def same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(one[1], other[1], **CLOSE)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kv", ROOM)
+@pytest.mark.parametrize(("kv", "name"), product(ROOM, MODELS))
 def test_with_room_for_all_it_is_the_plain_model(kv: str, name: str) -> None:
     inputs = prompt(name, 14)
     same(said(name, ROOM[kv], inputs), said(name, None, inputs))
 
 
-@pytest.mark.parametrize("name", ("tiny-ov", "random-qwen"))
-@pytest.mark.parametrize("kv", TIGHT)
+@pytest.mark.parametrize(("kv", "name"), product(TIGHT, ("tiny-ov", "random-qwen")))
 def test_it_is_the_session(kv: str, name: str) -> None:
     """Where a memory keeps little, too: both read the same units in the same passes, and search by the same words."""
     ids, logits = said(name, TIGHT[kv], prompt(name, 24))
@@ -117,8 +116,7 @@ CONTENTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ("random-ov", "random-qwen"))
-@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize(("content", "name"), product(CONTENTS, ("random-ov", "random-qwen")))
 def test_all_that_is_not_the_longest_video_stays_visible(content: str, name: str) -> None:
     """Videos of a batch of LLaVA-OneVision have one length; two in one prompt are taken as they come."""
     pieces = CONTENTS[content]

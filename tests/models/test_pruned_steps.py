@@ -17,6 +17,7 @@ from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.test_decode import counted, graphs_of
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.products import product
 
 pytestmark = pytest.mark.numeric(by="torch")
 PRUNERS: dict[str, Any] = {
@@ -54,8 +55,11 @@ def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, HFRunner]:
     return HFRunner(fast.model, family, plain), HFRunner(fast.model, family, static, rows)
 
 
-@pytest.mark.parametrize("kind", ["text", "interleaved", "long"])
-@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize(
+    ("name", "kind", "family"),
+    product(PRUNERS, ["text", "interleaved", "long"], BUILD),
+    indirect=["family"],
+)
 @torch.no_grad()
 def test_steps_are_the_model_s_own(
     family: str, model: Any, name: str, kind: str, monkeypatch: pytest.MonkeyPatch

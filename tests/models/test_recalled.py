@@ -23,6 +23,7 @@ from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.policies.draft import Sequential, Tree
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.streams import FPS, QUESTION, every_stream, film, pair
+from tests.products import product
 
 DEPTH, FRAMES, TOKENS = 4, 24, 6
 FAMILIES = ("random-ov", "random-qwen")
@@ -110,8 +111,7 @@ def dropped(name: str, kv: Any, pruner: TokenPruner) -> bool:
     return bare[0] != pruned[0] and bare[0] != [bare[0][0]] * TOKENS
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", LAST)
+@pytest.mark.parametrize(("kind", "name"), product(LAST, FAMILIES))
 def test_on_all_that_was_read_it_is_the_pruned_model(kind: str, name: str) -> None:
     ids, logits, report = said(name, {"prune": LAST[kind]}, prompt(name))
     own, first, counts = answer(name, {"kv": "full", "prune": LAST[kind]}, "watch")
@@ -121,9 +121,9 @@ def test_on_all_that_was_read_it_is_the_pruned_model(kind: str, name: str) -> No
     assert told == {at: n for at, n in counts.items() if at.startswith("visual")} and counts["visual"] > 0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", EACH)
-@pytest.mark.parametrize("kv", [one for one in ROOM if one != "full"])
+@pytest.mark.parametrize(
+    ("kv", "kind", "name"), product([one for one in ROOM if one != "full"], EACH, FAMILIES)
+)
 def test_with_room_for_all_every_memory_says_the_same(kv: str, kind: str, name: str) -> None:
     want, first, counts = answer(name, {"kv": "full", "prune": EACH[kind]})
     own = answer(name, {"kv": ROOM[kv], "prune": EACH[kind]})
@@ -230,8 +230,9 @@ def test_summary_tokens_and_rows_of_the_question_stay(monkeypatch: pytest.Monkey
     assert [few > 0 for few, _ in shown] == [True] and [units for _, units in shown] == [0]
 
 
-@pytest.mark.parametrize("kv", ("full", "rekv", "mosaic", "livevlm"))
-@pytest.mark.parametrize("kind", ("fastv", "sparsevlm"))
+@pytest.mark.parametrize(
+    ("kv", "kind"), product(("full", "rekv", "mosaic", "livevlm"), ("fastv", "sparsevlm"))
+)
 def test_a_draft_changes_no_token(kind: str, kv: str) -> None:
     name = "random-ov"
     model = copy.deepcopy(SHARP[name][0])

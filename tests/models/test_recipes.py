@@ -9,6 +9,7 @@ import mmaccel
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft.sequential import Sequential
 from tests.models.tiny_random import BUILD, batch, prompt
+from tests.products import product
 
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 SMALL = {
@@ -117,8 +118,9 @@ def test_the_last_rows_are_those_of_dense_attention_in_the_first_layer(family, n
     assert not torch.allclose(seen["sparse"][:, -40:-8], seen["dense"][:, -40:-8], atol=1e-3)
 
 
-@pytest.mark.parametrize("name", SPARSE)
-@pytest.mark.parametrize("tail", [0, 8])
+@pytest.mark.parametrize(
+    ("name", "tail", "family"), product(SPARSE, [0, 8], sorted(BUILD)), indirect=["family"]
+)
 def test_padded_batches_equal_each_prompt_alone(family, name, tail):
     kind, model = family
     prompts = [prompt(kind, [("text", n), *PIECES[1:]], seed=n) for n in (3, 11)]
@@ -165,7 +167,7 @@ def test_patterns_that_look_at_the_layout_alone_do_not_feel_chunks(family, name)
     assert (pieces - whole).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
 def test_backends_agree(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -177,7 +179,7 @@ def test_backends_agree(family, name):
     assert (out["reference"] - out["flex"]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
 def test_a_sparse_prefill_and_a_draft_give_the_sparse_model_s_tokens(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)

@@ -18,6 +18,7 @@ from mmaccel.policies.draft.sequential import Sequential
 from mmaccel.policies.kv.full import FullState
 from tests.models.test_recipes import PIECES, SPARSE, small
 from tests.models.tiny_random import EVERY, IMG, PROMPTS, VID, batch, prompt
+from tests.products import product
 
 WINDOW = {"name": "window", "sinks": 4, "window": 16}
 
@@ -34,7 +35,7 @@ def logits(model, inputs, **kwargs):
     return model(**inputs, **kwargs).logits
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(EVERY)), indirect=["family"])
 def test_a_chunk_that_is_all_padding_for_one_sequence(family, name):
     kind, model = family
     prompts = [prompt(kind, [("text", 20)]), prompt(kind, [("text", 200)])]
@@ -263,7 +264,11 @@ def test_with_gradients_on_it_runs_and_says_that_it_has_none(family, name):
 
 
 @pytest.mark.numeric(by="torch")
-@pytest.mark.parametrize("name", ["dense", "a_shape", "vertical_slash", "grid"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    product(sorted(EVERY), ["dense", "a_shape", "vertical_slash", "grid"]),
+    indirect=["family"],
+)
 def test_under_autocast(family, name, monkeypatch):
     """With the same plans in bfloat16, the error is that of the plain model: twice it, over other numbers of the same size.
 

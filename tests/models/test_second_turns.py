@@ -16,6 +16,7 @@ from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.prune import FastV
 from tests.models.tiny_random import BUILD, IMG, VE, VID, VS, prompt
+from tests.products import product
 
 TOKENS = 10
 DRAFTS: dict[str, Callable[..., Any]] = {
@@ -106,8 +107,7 @@ def plainly(model: Any, name: str, turns: Any) -> list[Tensor]:
     return answers
 
 
-@pytest.mark.parametrize("turns", TURNS)
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "turns"), product(DRAFTS, TURNS))
 def test_turns_on_one_cache_are_one_whole_prompt(family, draft: str, turns: str, monkeypatch) -> None:
     name, model, peer = family
     want = plainly(model, name, TURNS[turns])

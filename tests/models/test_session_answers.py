@@ -16,6 +16,7 @@ from mmaccel.core.decoding import generate
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.products import product
 
 TIGHT = every_stream(frames=4, window=6)
 DRAFTS = ({"name": "off"}, {"name": "prompt_lookup"})
@@ -214,9 +215,10 @@ def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
         assert session.ask("describe the video .", 3).finish_reason == "length", "later calls are not touched"
 
 
-@pytest.mark.parametrize("kv", ["rekv", "mosaic", "no_cache"])
-@pytest.mark.parametrize("how", ["timeout", "cancel"])
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize(
+    ("name", "how", "kv"),
+    product(["random-ov", "random-qwen"], ["timeout", "cancel"], ["rekv", "mosaic", "no_cache"]),
+)
 def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
     name: str, how: str, kv: str, clock: Clock
 ) -> None:

@@ -19,6 +19,7 @@ from mmaccel.media.container import Source
 from tests.media.odd import even, write
 from tests.media.test_live import gone, readers
 from tests.models.streams import open_session
+from tests.products import product
 
 FRAMES = 24
 AFTER_S, LATE_S = 2.5, 9.0
@@ -64,8 +65,7 @@ def watched(session: mmaccel.VideoSession, path: Path | str, how: str, **more: A
     return done, took
 
 
-@pytest.mark.parametrize("how", ["timeout", "cancel"])
-@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize(("how", "sent"), product(["timeout", "cancel"], [False, True]))
 def test_a_silent_pipe_is_left(tmp_path: Path, how: str, sent: bool) -> None:
     film = write(tmp_path / "film.ts", even(FRAMES, 1.0), gop=1)
     data, others = film.read_bytes() if sent else b"", readers()
@@ -78,8 +78,7 @@ def test_a_silent_pipe_is_left(tmp_path: Path, how: str, sent: bool) -> None:
         assert session.frames == done + FRAMES, "the session goes on"
 
 
-@pytest.mark.parametrize("how", ["timeout", "cancel"])
-@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize(("how", "timed"), product(["timeout", "cancel"], [False, True]))
 def test_a_slow_decoder_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, timed: bool
 ) -> None:

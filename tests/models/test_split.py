@@ -14,6 +14,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.split import SplitState
 from mmaccel.models import loading, stream
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
+from tests.products import product
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu:0")
 """Two names of the one device that is always there: hooks and memories are laid as for two."""
@@ -41,9 +42,10 @@ def sessions(name: str, kv: Any, **choices: Any) -> tuple[mmaccel.VideoSession, 
     return one, two
 
 
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
-@pytest.mark.parametrize("kv", [name for name in KV if name != "no_cache"])
-@pytest.mark.parametrize("way", ["watch", "ingest"])
+@pytest.mark.parametrize(
+    ("kv", "name", "way"),
+    product([kv for kv in KV if kv != "no_cache"], ["random-ov", "random-qwen"], ["watch", "ingest"]),
+)
 def test_it_answers_as_on_one_device(name: str, kv: str, way: str) -> None:
     one, two = sessions(name, KV[kv])
     with one, two:

@@ -21,6 +21,7 @@ from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.kv.recent import Recent
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.products import product
 
 TIGHT = every_stream(frames=6, window=8)
 FAMILIES = ("random-ov", "random-qwen")
@@ -44,9 +45,7 @@ LOOKS = ("sequential", "parallel", "tree", "dynamic")
 """Those with a stream of their own: of the target's own model they agree with it."""
 
 
-@pytest.mark.parametrize("draft", drafts("random-ov"))
-@pytest.mark.parametrize("kv", TIGHT)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "kv", "draft"), product(FAMILIES, TIGHT, drafts("random-ov")))
 def test_the_text_is_the_one_without_a_draft(name: str, kv: str, draft: str) -> None:
     frames, found = film(18), []
     for choice in ("off", drafts(name)[draft]):
@@ -272,22 +271,21 @@ def test_a_tree_on_a_stream_is_weighed_as_a_chain_is() -> None:
     assert (attended(query, everything, fork, 3.0)[:, :, [0, 2]] - other).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("kv", TIGHT)
-def test_a_call_says_what_it_says_without_a_draft(kv: str) -> None:
-    """Every draft of `generate` on every memory of streams, of one family or the other in turns."""
-    for number, choice in enumerate(drafts("random-ov")):
-        name = FAMILIES[(number + list(TIGHT).index(kv)) % 2]
-        model, processor = pair(name)
-        inputs = processor.chat(
-            [{"type": "video", "video": film(11)}, {"type": "text", "text": QUESTION}], fps=FPS
-        )
-        found = []
-        for draft in ("off", drafts(name)[choice]):
-            with mmaccel.accelerate(model, kv=TIGHT[kv], draft=draft) as fast:
-                found.append(model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False))
-                told = fast.report().draft
-        assert torch.equal(*found) and told["failed"] is None, (name, choice)
-        assert told["proposed"] > 0 or choice == "prompt_lookup", (name, choice)
+@pytest.mark.parametrize(("kv", "choice"), product(TIGHT, drafts("random-ov")))
+def test_a_call_says_what_it_says_without_a_draft(kv: str, choice: str) -> None:
+    """Every draft of `generate` and every memory of streams, of one family or the other in turns."""
+    name = FAMILIES[(list(drafts("random-ov")).index(choice) + list(TIGHT).index(kv)) % 2]
+    model, processor = pair(name)
+    inputs = processor.chat(
+        [{"type": "video", "video": film(11)}, {"type": "text", "text": QUESTION}], fps=FPS
+    )
+    found = []
+    for draft in ("off", drafts(name)[choice]):
+        with mmaccel.accelerate(model, kv=TIGHT[kv], draft=draft) as fast:
+            found.append(model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False))
+            told = fast.report().draft
+    assert torch.equal(*found) and told["failed"] is None
+    assert told["proposed"] > 0 or choice == "prompt_lookup"
 
 
 @pytest.mark.parametrize("number", range(len(TIGHT)))

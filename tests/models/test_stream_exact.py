@@ -23,6 +23,7 @@ from tests.models.streams import (
     plain,
     said,
 )
+from tests.products import product
 
 WHOLE = every_stream()
 TIGHT = every_stream(frames=6, window=8)
@@ -57,8 +58,7 @@ def test_the_comparison_can_fail(kv: str) -> None:
         assert (logits(session) - plain("random-ov", 20)).abs().max() > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
-@pytest.mark.parametrize("kv", TIGHT)
+@pytest.mark.parametrize(("kv", "name"), product(TIGHT, ["random-ov", "random-qwen"]))
 def test_how_the_stream_is_cut_changes_nothing(name: str, kv: str) -> None:
     # Where passes retrieve, what is stored depends on them.
     frames, fields = film(18), {**TIGHT[kv], **({"encode_frames": 0} if kv == "mosaic" else {})}

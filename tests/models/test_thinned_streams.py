@@ -30,6 +30,7 @@ from tests.models.test_recalled import (
     prompt,
     said,
 )
+from tests.products import product
 
 ZIP = VisionZip(retention=0.5, contextual=0.4)
 PLAIN = replace(ZIP, compact=True)
@@ -41,9 +42,7 @@ KINDS: dict[str, TokenPruner] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv", ROOM)
+@pytest.mark.parametrize(("kv", "kind", "name"), product(ROOM, KINDS, FAMILIES))
 def test_with_room_for_all_it_is_the_pruned_model(kv: str, kind: str, name: str) -> None:
     """Of a film of whole groups of four frames, or of as many pairs."""
     inputs, prune = prompt(name), KINDS[kind]

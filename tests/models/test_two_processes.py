@@ -17,7 +17,7 @@ from mmaccel_lab.eval.cases import Film
 TOKENS = 48
 
 
-@pytest.fixture(scope="module", params=["tiny-ov", "tiny-qwen"])
+@pytest.fixture(scope="module", params=["tiny-ov", pytest.param("tiny-qwen", marks=pytest.mark.slow)])
 def spoken(request, shipped):
     """A trained target, a video's inputs, and what it says of them."""
     name = shipped(request.param)

@@ -9,6 +9,7 @@ from mmaccel.core.registry import registry
 from tests.models.test_exact import TOLERANCE, logits
 from tests.models.test_recipes import PIECES, SPARSE, small
 from tests.models.tiny_random import BUILD, batch, prompt
+from tests.products import product
 
 SINKS, WINDOW, TAIL = 4, 90, 8
 KV = {"name": "window", "sinks": SINKS, "window": WINDOW, "margin": 8}
@@ -59,7 +60,7 @@ def written_out(run, layer, query, key, value, scale):
 ATTEND = ForwardPass.attend
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
 def test_a_pattern_and_a_window_are_dense_attention_under_both_masks(family, name, monkeypatch):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -75,7 +76,7 @@ def test_a_pattern_and_a_window_are_dense_attention_under_both_masks(family, nam
     assert (ours - exact).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
 def test_a_chunked_prompt_goes_on_over_what_the_window_holds(family, name):
     """Later pieces see a view that lacks columns: the pattern runs there too, in a batch as in one sequence."""
     kind, model = family

@@ -17,6 +17,7 @@ from mmaccel.core.registry import registry
 from mmaccel.models.signals import Ear, Listener
 from mmaccel.policies.prune import AttentionPrune, FastV, PyramidDrop, SparseVLM, UVPrune, VisionZip
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.products import product
 
 TARGETS: dict[str, TokenPruner] = {
     "fastv": FastV(retention=0.4),
@@ -41,12 +42,7 @@ def model(family: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "strategy, target, pruner",
-    [
-        *(("sequential", target, pruner) for target in TARGETS for pruner in DRAFTS),
-        ("parallel", "pyramid_drop", "uv"),
-        ("parallel", "sparsevlm", "attention"),
-    ],
+    ("strategy", "target", "pruner"), product(["sequential", "parallel"], TARGETS, DRAFTS)
 )
 def test_it_drafts_and_changes_no_token(
     family: str, model: Any, strategy: str, target: str, pruner: str

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
@@ -252,6 +252,7 @@ INSIDE = [n for n in registry("sparse") if issubclass(registry("sparse")[n], Int
 
 
 @pytest.mark.parametrize("name", INSIDE)
+@settings(max_examples=8)
 @given(scene=scenes())
 def test_any_pattern_over_orders_stands_within_any_boundary(name: str, scene: Scene) -> None:
     """Causal, each pair once, within its bound, and a batch is its sequences one by one."""

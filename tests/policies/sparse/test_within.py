@@ -18,6 +18,7 @@ from mmaccel.core.prefill.plan import AttentionPlan, KeySpan, Part
 from mmaccel.core.prefill.sparse import attend_plan
 from tests.backends.oracle import budget
 from tests.backends.plans import random_plan, with_extras
+from tests.products import product
 
 from .scenes import Scene, scenes, sequence
 from .test_contract import CASES, listed_by_hand, plan_of, small
@@ -79,9 +80,14 @@ def ends_show_something(plan: AttentionPlan, part: Part, span: KeySpan, mask: Te
             assert mask[rows[rows >= 0].long()][:, keys[keys >= 0].long()].any()
 
 
-@pytest.mark.parametrize("sinks, window", [(0, 1), (4, 30), (16, 64), (40, 65), (0, 200)])
-@pytest.mark.parametrize("name", [case for case in CASES if case != "dense"])
-def test_blocks_that_a_window_leaves_out_are_not_listed(name: str, sinks: int, window: int) -> None:
+SPARSE = [case for case in CASES if case != "dense"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), product(SPARSE, [(0, 1), (4, 30), (16, 64), (40, 65), (0, 200)]), ids=str
+)
+def test_blocks_that_a_window_leaves_out_are_not_listed(name: str, shown: tuple[int, int]) -> None:
+    sinks, window = shown
     plan = plan_of(small(name), LONG)
     with NoReads():
         plan.within(sinks, window)
@@ -112,10 +118,11 @@ def test_random_plans(seed: int, lead: str, sizes: tuple[int, int], sinks: int, 
     check(random_plan(seed, lead=lead, n_query=sizes[0], n_key=sizes[1]), sinks, window)
 
 
-@pytest.mark.parametrize("backend", ["reference", "flex"])
-@pytest.mark.parametrize("name", [case for case in CASES if case != "dense"])
-@pytest.mark.parametrize("sinks, window", [(0, 30), (20, 70)])
-def test_backends_compute_the_narrowed_pairs(backend: str, name: str, sinks: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend", "shown"), product(SPARSE, ["reference", "flex"], [(0, 30), (20, 70)]), ids=str
+)
+def test_backends_compute_the_narrowed_pairs(name: str, backend: str, shown: tuple[int, int]) -> None:
+    sinks, window = shown
     plan = plan_of(small(name), LONG)
     query, key, value = LONG.tensors(torch.float32)
     exact, allowed = budget(query, key, value, plan.to_mask() & window_mask(plan, sinks, window), 0.25)

@@ -11,6 +11,7 @@ import torch
 from mmaccel.core.decoding import replay
 from tests.core.test_replay import Repeated
 from tests.policies.kv.mosaic.driven import Driven
+from tests.products import product
 
 
 class Replayed(Repeated):
@@ -23,15 +24,9 @@ class Replayed(Repeated):
         Replayed.made += 1
 
 
-@pytest.mark.parametrize("positions", ["original", "compact"])
 @pytest.mark.parametrize(
-    "reps",
-    [
-        {"reps": 0},
-        {},
-        {"reps": 5},
-        {"reps": None, "index": "frames"},
-    ],
+    ("positions", "reps"),
+    product(["original", "compact"], [{"reps": 0}, {}, {"reps": 5}, {"reps": None, "index": "frames"}]),
     ids=str,
 )
 def test_a_replayed_question_sees_what_one_launched_by_one_sees(

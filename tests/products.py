@@ -1,0 +1,28 @@
+"""Products of cases: always a part that holds each value (or each pair) of its axes; the rest of them is `slow`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def product(*axes: Iterable[Any], together: int = 1) -> list[Any]:
+    """Cases for `parametrize`, all of a product; `slow` but for some that hold every choice of `together` axes."""
+    values = [list(axis) for axis in axes]
+    cases = list(itertools.product(*(range(len(axis)) for axis in values)))
+    some = list(itertools.combinations(range(len(values)), together))
+    left = {(axes, tuple(case[n] for n in axes)) for case in cases for axes in some}
+    kept = set()
+    while left:
+        gains = {case: left & {(axes, tuple(case[n] for n in axes)) for axes in some} for case in cases}
+        best = max(cases, key=lambda case: len(gains[case]))
+        kept.add(best)
+        left -= gains[best]
+    slow = {case: () if case in kept else (pytest.mark.slow,) for case in cases}
+    return [
+        pytest.param(*(axis[n] for axis, n in zip(values, case, strict=True)), marks=slow[case])
+        for case in cases
+    ]

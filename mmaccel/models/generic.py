@@ -158,10 +158,10 @@ class Generic(Family):
         multimodal: Any = self.multimodal(model)
         pixels = _shown(inputs)[1]
         if hasattr(multimodal, "get_video_features"):
-            given = {
-                one: x for one, x in inputs.items() if "video" in one and one != "video_compression_mask"
-            }
-            features = multimodal.get_video_features(**given, return_dict=True).pooler_output
+            apart = PIXELS[VIDEO], "video_compression_mask"
+            given = {one: x for one, x in inputs.items() if "video" in one and one not in apart}
+            # By position: transformers 5.17 names the pixels of one family otherwise.
+            features = multimodal.get_video_features(pixels, **given, return_dict=True).pooler_output
         else:
             # The pixels of InternVL have no axis of videos, those of the others do.
             pixels = pixels.flatten(0, -4) if model.config.model_type == "internvl" else pixels  # type: ignore[union-attr]

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from mmaccel.core.errors import ModelError
 
-NAMES: tuple[str, ...] = ("tiny-ov", "tiny-ov-draft", "tiny-qwen", "tiny-qwen-draft")
+NAMES: tuple[str, ...] = (
+    *("tiny-ov", "tiny-ov-draft", "tiny-qwen", "tiny-qwen-draft"),
+    *("tiny-qwen3", "tiny-hybrid"),
+)
 CAPTION_REQUEST = "describe the video ."
 """What a tiny model answers with a caption."""
 WORLD = "mmaccel world"

@@ -168,8 +168,8 @@ def test_each_writes_to_a_cache_of_its_own(size: int) -> None:
     made = apart(lengths, heads[1], size, torch.float32)
     entered = decode.enter_each(x, weight, [], None, None, 0.0, turn, columns, made)
     torch.testing.assert_close(entered, said, rtol=1e-4, atol=1e-4)
-    for some in (ours, made):
-        for own, right in zip(some.pairs, want.pairs, strict=True):
+    for caches in (ours, made):
+        for own, right in zip(caches.pairs, want.pairs, strict=True):
             for a, b in zip(own, right, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
     plain = apart(lengths, heads[1], size, torch.float32)

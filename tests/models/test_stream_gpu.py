@@ -132,7 +132,7 @@ def test_a_question_waits_for_nothing_before_its_first_token(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, session = on_gpu("random-ov", torch.bfloat16, CLUSTERED if kv == "mosaic" else TIGHT[kv])
-    prefill = mmaccel.core.streams.stream_runner.QuestionRunner.prefill
+    prefill = mmaccel.core.streams.asking.QuestionRunner.prefill
 
     def watched(self: Any, *args: Any, **named: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -145,7 +145,7 @@ def test_a_question_waits_for_nothing_before_its_first_token(
         session.watch(of_own_size(film(25)), fps=FPS)
         for _ in range(2):
             session.ask(QUESTION, 1)
-        monkeypatch.setattr(mmaccel.core.streams.stream_runner.QuestionRunner, "prefill", watched)
+        monkeypatch.setattr(mmaccel.core.streams.asking.QuestionRunner, "prefill", watched)
         assert session.ask(QUESTION, 1).counters["host_bytes_in"] > 0
 
 

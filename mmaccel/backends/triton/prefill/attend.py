@@ -37,7 +37,9 @@ def config_for(
     `size`, in `shared` bytes of shared memory."""
     wide = dtype.itemsize == 4
     keys, stages = min(block_k, 32 if wide else 64), 2 if wide else 3
-    while (rows * size + stages * keys * (size + value_size)) * dtype.itemsize > shared:
+    # Sums of larger heads go through shared memory too.
+    held = rows * (size + value_size * (size > 256))
+    while (held + stages * keys * (size + value_size)) * dtype.itemsize > shared:
         if stages == 1 and keys <= 16:
             break
         stages, keys = (stages - 1, keys) if stages > 1 else (stages, keys // 2)

@@ -49,7 +49,10 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         ("ask", "CLIP", "hi", "--model", "OV", "--draft", "./nodraft"),
         "there is no folder ./nodraft; check the path",
     ),
-    "no model": (("ask", "CLIP", "hi", "--model", "nomodel"), "unknown model 'nomodel': there are tiny-ov,"),
+    "no model": (
+        ("ask", "CLIP", "hi", "--model", "nomodel"),
+        "unknown model 'nomodel': there are tiny-hybrid, tiny-ov,",
+    ),
     "near draft": (
         ("ask", "CLIP", "hi", "--model", "OV", "--draft", "tiny-ov-draf"),
         "mean 'tiny-ov-draft'?",

@@ -210,7 +210,7 @@ class SharedArchive(ArchivedMemory):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self.store.relieve = self._relieved
+        self.store.relieve = _weakly(self._relieved)
         _open.add(self)
 
     @property
@@ -261,7 +261,7 @@ class SharedArchive(ArchivedMemory):
 
     def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
         held, policy = self.store.units(0), self.policy
-        self.store.pinned = pinned
+        self.store.pinned = _weakly(pinned)
         gone: list[int] = self.store.lost
         self.store.lost = []
         if policy.keep_seconds is not None and not self._asked_now and held:
@@ -323,6 +323,14 @@ class SharedArchive(ArchivedMemory):
     def close(self) -> None:
         _open.discard(self)
         self.store.close()
+
+
+def _weakly(call: Callable[..., bool]) -> Callable[..., bool]:
+    """`call` for a store, which must not keep whose method it is; False once that is gone."""
+    if not hasattr(call, "__self__"):
+        return call
+    held = weakref.WeakMethod(call)
+    return lambda *given: (own := held()) is not None and own(*given)
 
 
 _open: weakref.WeakSet[SharedArchive] = weakref.WeakSet()

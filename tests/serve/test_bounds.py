@@ -318,7 +318,7 @@ def test_an_answer_that_a_stop_text_ends_has_its_evidence(served: Served) -> Non
 def test_who_waits_for_a_copy_has_its_time_and_makes_one_where_that_failed(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, alone = served.engine, Settings(limits=Limits(at_once=1))
+    plain, alone = served.engine, Settings(limits=Limits(at_once=1, together=0))
     engine = engines.Engine("x", plain.model, plain.processor, {"dense": Recipe()}, alone)
     real, fails = engines.accelerate, threading.Event()
 

@@ -204,9 +204,7 @@ class StreamSteps:
         self._choices: Any = None
         self._layers: list[LayerStep] = []
         self._replays = Replays(home_of(model))
-        # By the place of a question among those of a pass; and by layer and place.
-        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
-        self._starts: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
     def serves(self, rows: Tensor, again: bool = False) -> bool:
@@ -227,6 +225,10 @@ class StreamSteps:
             self._layers = layer_steps(layers) if self._known else []
         self._sure = (fits := self._known and not self._watched.hooked()) and again
         return fits
+
+    def forget(self) -> None:
+        """A pass comes that is of no answer: the next one looks at the layers anew."""
+        self._sure, self._sides, self._lie = False, [], ()
 
     def run(
         self, run: ForwardPass, embeds: Tensor, hidden: bool, slots: list[CacheSlot] | None = None
@@ -258,7 +260,6 @@ class StreamSteps:
         shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
         width = len(x)
-        # One of each layer: memories read the queries of all layers in the end.
         wide = width, (heads + 2 * groups) * size
         qkv = [room(("qkv", number), wide, dtype) for number in range(len(self._layers))]
         first = self._layers[0]
@@ -382,7 +383,6 @@ class StreamSteps:
                 place[:, : angle.shape[2]] = angle[0]
         start = room(("start", number, seat), (1, 1), torch.long)
         last, column = self._starts.get((number, seat), (None, None))
-        # Another room may have come to lie where the last one lay.
         if last is not start or column != slot.column:
             start.fill_(slot.column)
             self._starts[number, seat] = start, slot.column

@@ -133,10 +133,11 @@ class StreamPasses:
         run = ForwardPass(
             self.attention, False, rest, branches, state=state, stream=True, check=check, meter=meter
         )
-        # Captured steps have chains alone.
         captured = few and branches is None and not input_hooks and embeds.device.type in step.DEVICES
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         slots = None if steps is None else state.all_write_slot()
+        if slots is None and "_few" in self.__dict__:
+            self._few.forget()
         if steps is not None and steps.serves(embeds, slots is not None):
             with self.busy():
                 return steps.run(run, embeds, hidden, slots)
@@ -149,7 +150,6 @@ class StreamPasses:
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:
             places = places.expand(3, 1, -1)
-        # What is attached wraps the forward of the text model, which prompts of other memories go through.
         forward = self.text if self._attachment is None else self._attachment.forward
         with self.busy(), self._hooked(state, hidden, input_hooks or {}), cache.at_work():
             out = forward(

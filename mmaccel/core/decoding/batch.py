@@ -54,7 +54,7 @@ class Batch:
         """Decode `sequences`, with all others that are here meanwhile, until they have ended. Raises what ended one of them:
         an error in one ends none of another caller."""
         with self._changed:
-            self._live += sequences
+            self._live += [one for one in sequences if not one.ended]
         try:
             while self._leads(sequences):
                 try:
@@ -76,9 +76,14 @@ class Batch:
 
     def _leads(self, sequences: Sequence[Speculation]) -> bool:
         """Wait until all of `sequences` have ended (False), or nobody does the rounds (True: the caller is to)."""
+
+        def over() -> bool:
+            # Not by `ended`, which is true before the last token is out.
+            return not any(one in self._live for one in sequences)
+
         with self._changed:
-            self._changed.wait_for(lambda: not self._led or all(one.ended for one in sequences))
-            if all(one.ended for one in sequences):
+            self._changed.wait_for(lambda: not self._led or over())
+            if over():
                 return False
             self._led = True
             return True
@@ -118,6 +123,7 @@ class Batch:
                 return
             # One of them, such as a memory that finds no room to grow, is not to end the others.
             for each in some:
+                each[0].rewind()
                 yield from self._stepped(together, [each])
             return
         self._told(len(some))

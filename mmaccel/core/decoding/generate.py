@@ -161,12 +161,18 @@ class Speculation:
         offered = self.offer()
         self.take(None if offered is None else self.target.step(*offered)[0])
 
+    def rewind(self) -> None:
+        """What a step that broke off has left in the target is gone."""
+        if self._first is None:
+            self.target.truncate(self._origin + self.ids.shape[1] - 1)
+
     @torch.no_grad()
     def offer(self) -> tuple[Tensor] | tuple[Tensor, Branches] | None:
         """What the target's next step runs: the last token and the draft's proposal, and how they branch; None: nothing,
         for a prompt gives the first token. `take` has to follow."""
         if self._first is not None:
             return None
+        self.rewind()
         proposal = Proposal.empty()
         with self._draft.dropping() as draft:
             if draft is not None:

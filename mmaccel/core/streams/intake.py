@@ -119,11 +119,15 @@ class Intake:
                     self._stream_adapter.attention.meter.clear()
                 try:
                     for clip in clips:
+                        if apart:
+                            self._let_go()
                         with each():
                             taken = self._take(how, clip, given, done, progress, deadline)
                             if not clip.part and (how == "watch" or taken == len(clip.frames)):
                                 self._rest()
                         done, part = done + taken, clip.part
+                        if apart:
+                            self._let_go()
                         if taken < len(clip.frames):
                             over = deadline.over()
                             break
@@ -138,6 +142,7 @@ class Intake:
                     )
                 if part:
                     self._rest()
+            self._let_go()  # what is gone does not come back with a stream that is restored
         except Ended as end:  # while the call waited for its turn
             over = end.reason
         except Exception as error:
@@ -164,11 +169,13 @@ class Intake:
             with self._stream_adapter.turns.holding():
                 self._live.state.idle()
                 self._live.beside.idle()
-                self._let_go(self._live)
 
-    def _let_go(self, live: StreamRunner) -> None:
+    def _let_go(self) -> None:
         """Let the memory forget what it keeps no longer, and note it, as one event for all that goes in a row."""
-        gone = live.state.let_go(live.shown, live.pinned)
+        if (live := self._live) is None:
+            return
+        with self._stream_adapter.turns.holding():
+            gone = live.state.let_go(live.shown, live.pinned)
         if not gone:
             return
         spans, times = live.info.spans, live.info.times
@@ -223,10 +230,6 @@ class Intake:
                 live = self._live = StreamRunner.begin(*parts, timed)
                 live.beside = self._beside()
 
-        if how == "watch" or not done:
-            with turns.holding():
-                self._let_go(live)
-
         def tell(through: int) -> None:
             nonlocal watched
             some, watched = slice(watched, through), through
@@ -238,9 +241,6 @@ class Intake:
                 progress(done + through, None if clip.part else done + count)
 
         taken = live.take(clip.frames, shown, tell, deadline, ingest=how == "ingest")
-        if how == "watch":
-            with turns.holding():
-                self._let_go(live)
         if not self.frames:
             live.close()
             self._live = None

@@ -316,7 +316,12 @@ class Turns:
         try:
             yield
         finally:
-            self._acquire(None)
+            try:
+                self._acquire(None)
+            except BaseException:
+                self._acquire(None)  # what is left behind is not to be at work in another's turn
+                self._depth = depth
+                raise
             self._depth = depth
 
     def forked(self) -> None:

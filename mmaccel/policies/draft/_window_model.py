@@ -80,7 +80,6 @@ class Pace:
 
     def step(self, seconds: float) -> None:
         """Note the seconds of one target step."""
-        self.rounds += 1
         self.step_s = self._mean(self.step_s, seconds)
 
     def drafted(self, seconds: float, count: int) -> None:
@@ -94,6 +93,7 @@ class Pace:
 
     def judge(self, kept: int, refused: bool) -> None:
         """Note that `kept` tokens of a window were accepted before the first refused one, if any."""
+        self.rounds += 1
         self.judged += kept + refused
         self.kept += kept
 

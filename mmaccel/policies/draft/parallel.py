@@ -322,7 +322,7 @@ class Pipeline(DraftState):
             self._tally.gain = gain
             if len(self._line) <= said and (rest := pace.pause(gain)):
                 self._tally.figures["pauses"] += 1
-                self._resume = said + rest
+                self._resume, self._due = said + rest, False
                 return
         length, fix = len(self._line), []
         if not self._agrees():

@@ -221,8 +221,8 @@ class SharedArchive(ArchivedMemory):
 
     _lent: Any = None
     """The snapshot that reads what this memory changes."""
-    _asked_now = False
-    """A snapshot's question is under way: what it may be about to fetch stays."""
+    _question: Any = None
+    """A weak reference to the snapshot whose question is under way: what that may be about to fetch stays."""
     _apart = False
     """Of a snapshot: it reads copies."""
 
@@ -234,7 +234,7 @@ class SharedArchive(ArchivedMemory):
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         self.idle()
         taken: Any = super().snapshot(stream, pause)
-        self._lent, self._asked_now = taken, True
+        self._lent, self._question = taken, weakref.ref(taken)
         return taken  # type: ignore[no-any-return]
 
     def between(self, first: int, end: int) -> None:
@@ -252,10 +252,15 @@ class SharedArchive(ArchivedMemory):
             taken.replays, taken.prefetch, taken._apart = Replays(self.device), "off", True
             taken._numbers.copy_(told)
 
+    @property
+    def _asked_about(self) -> bool:
+        # A question that never ran leaves its snapshot to nobody.
+        return self._question is not None and self._question() is not None
+
     def _answered(self, taken: Any) -> None:
         super()._answered(taken)
         self._recalled, self._questions = taken._recalled, taken._questions
-        self._lent, self._asked_now = None, False
+        self._lent = self._question = None
 
     # What is let go of.
 
@@ -264,7 +269,7 @@ class SharedArchive(ArchivedMemory):
         self.store.pinned = _weakly(pinned)
         gone: list[int] = self.store.lost
         self.store.lost = []
-        if policy.keep_seconds is not None and not self._asked_now and held:
+        if policy.keep_seconds is not None and not self._asked_about and held:
             newest = shown(self._count - 1)
             old = [unit for unit in held if policy.outdated(unit, newest - shown(unit))]
             self._forget(old := [unit for unit in old if not pinned(unit)])
@@ -312,7 +317,7 @@ class SharedArchive(ArchivedMemory):
 
     def checkpoint(self) -> Any:
         self._part()
-        if not self._asked_now:
+        if not self._asked_about:
             self.index.compact()
         return super().checkpoint()
 

@@ -307,7 +307,8 @@ class StreamMemory(IngestState):
 
     def restore(self, mark: Any) -> None:
         self._count, self._first, self._base, heads, rings = mark
-        self._heads, self._rings, self._ingested = list(heads), list(rings), None
+        self._heads, self._rings = list(heads), list(rings)
+        self._ingested = self.last_listed = None
         self._headed = self.stream.head if heads[0] else 0
         self._forget_question()
         self._rewind(self._count, self._first)

@@ -73,12 +73,14 @@ def serve(
         raise MmaccelError(
             f"serve needs {error.name}: install it with pip install 'mmaccel[{extra}]'."
         ) from error
+    if not ray and (replicas != "1" or gpus is not None):
+        raise RecipeError("--replicas, --gpus: they go with --ray; add it, or leave them out.")
     settings = Settings(
         host=host,
         port=port,
         keys=_keys(keys),
         folder=_folder(files, "--files"),
-        saves=saves,
+        saves=saves and saves.resolve(),
         private=private,
         origins=tuple(origin or ()),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import LogitsProcessor
 
 from mmaccel.core.errors import ModelError
 
+LONGEST, STACK = 1 << 16, 256 << 20
+"""Characters of a schema at most, and bytes of the stack on which it is compiled."""
+_stacks = threading.Lock()
 WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space is that of `json.dumps`, for a model that may write as much of it as it likes may write nothing else."""
 
@@ -72,6 +76,8 @@ def by_schema(
             raise ValueError("it is no JSON object")
     except (TypeError, ValueError) as error:
         raise ModelError(f"schema: {error}; give a JSON schema, as a mapping or in JSON.") from error
+    if len(text) > LONGEST:
+        raise ModelError(f"schema: it has {len(text)} characters; give one of {LONGEST} at most.")
     size = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
     return SchemaProcessor(tokenizer.backend_tokenizer.to_str(), size, tuple(sorted(ends)), text, start)
 
@@ -99,15 +105,29 @@ def _matcher(tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str
         raise ModelError(
             "schema: it needs llguidance; install it with pip install 'mmaccel[json]'."
         ) from error
-    known = _tokens(tokenizer, vocabulary, ends)
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=WRITTEN)
-        fault = LLMatcher.validate_grammar(grammar, known)
-    except ValueError as error:
-        fault = str(error)
-    if fault:
+    known, made = _tokens(tokenizer, vocabulary, ends), list[Any]()
+
+    def make() -> None:
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=WRITTEN)
+            fault = LLMatcher.validate_grammar(grammar, known)
+            made.append(fault or LLMatcher(known, grammar, log_level=0))
+        except ValueError as error:
+            made.append(str(error))
+
+    # llguidance recurses on the native stack, as deep as a schema is nested.
+    with _stacks:
+        before = threading.stack_size(STACK)
+        try:
+            thread = threading.Thread(target=make, name="mmaccel-schema")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    fault = made[0] if made else "it could not be read"
+    if isinstance(fault, str):
         raise ModelError(f"schema: {fault.strip().splitlines()[0].rstrip('.')}; give one that can be kept.")
-    return LLMatcher(known, grammar, log_level=0)
+    return fault
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:

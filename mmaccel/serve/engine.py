@@ -31,7 +31,7 @@ from mmaccel.models import load_processor
 from mmaccel.models.schema import by_schema, end_tokens
 from mmaccel.models.together import sharing
 from mmaccel.serve import sources
-from mmaccel.serve.kept import Kept, KeptVideos
+from mmaccel.serve.kept import Kept, KeptVideos, keeps_all
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Refused, Settings
@@ -235,7 +235,6 @@ class Engine:
         """The question of a request that is one on a single video, greedily, under a memory of streams."""
         first, *more = asked.request.messages
         parts = first.parts()
-        # A pruner acts on what a stream recalls, and in `generate` on the prompt.
         fits = asked.recipe in self.streams() and self.recipes[asked.recipe].prune is None
         if more or first.role != "user" or not asked.request.greedy or not fits or len(parts) != 2:
             return None
@@ -246,7 +245,8 @@ class Engine:
         request, deadline = asked.request, asked.deadline
         reading = partial(self.read, asked.fetched[0], request.fps, request.frames, deadline)
         video = await ended_with(threaded(reading), deadline)
-        kept = Kept(self.model, self.processor, self.recipes[asked.recipe], self.settings.limits)
+        parts = self.processor, keeps_all(self.recipes[asked.recipe]), self.settings.limits
+        kept = Kept(self.model, *parts)
         try:
             stored = isinstance(kv := kept.recipe.kv, StreamPolicy) and kv.ingests
             call = kept.session.ingest if stored else kept.session.watch

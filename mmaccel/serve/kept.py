@@ -8,7 +8,7 @@ import bisect
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import Any
 
@@ -46,6 +46,13 @@ class Pictures:
         files = self._files
         place = bisect.bisect_right(files, number, key=itemgetter(0))
         return files[place - 1][1] if place else None
+
+
+def keeps_all(recipe: Recipe) -> Recipe:
+    """`recipe` for a stored video, of which a memory lets nothing go by age."""
+    if getattr(recipe.kv, "keep_seconds", None) is None:
+        return recipe
+    return replace(recipe, kv=replace(recipe.kv, keep_seconds=None))  # type: ignore[call-arg]
 
 
 class Kept:

@@ -131,11 +131,14 @@ class Sampling(Strict):
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p or 1.0, "top_k": 0}
 
 
+Stop = Annotated[str, Field(max_length=256)]
+
+
 class ChatRequest(Sampling):
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream_options: StreamOptions | None = None
     mmaccel: Ours = Ours()
     media_io_kwargs: MediaIO = MediaIO()

@@ -9,6 +9,7 @@ its own reads it anew.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import json
 import os
@@ -18,8 +19,9 @@ import re
 import secrets
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +88,7 @@ class SharedStreams(Streams):
         super().__init__(engine)
         assert engine.settings.saves is not None
         self._replica, self._live = replica, engine.settings.saves / LIVE
-        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._seen: dict[str, str] = {}  # by stream, the mark of the state that it is a copy of
 
     async def __aenter__(self) -> None:
@@ -103,10 +105,17 @@ class SharedStreams(Streams):
         del self._open[stream.id]
         stream.id = number or f"{stream.id}.{self._replica}"
         self._open[stream.id] = stream
-        if number is None:
-            (self._live / stream.id).mkdir(parents=True, mode=0o700)
-            await self.changed(stream)
+        try:
+            if number is None:
+                (self._live / stream.id).mkdir(parents=True, mode=0o700)
+                await self.changed(stream)
+        except BaseException:
+            await self.close(stream, forget=True)
+            raise
         return stream
+
+    def _lock(self, number: str) -> asyncio.Lock:
+        return self._locks.setdefault(number, asyncio.Lock())
 
     def folder(self, name: str, caller: str) -> Path:
         # No name that a caller gives has a dot.
@@ -116,7 +125,7 @@ class SharedStreams(Streams):
         """Open the stream from the folder, unless the copy here has the same state."""
         if not NUMBER.fullmatch(f"{router.prefix}/{number}") or await self._is_here(number):
             return
-        async with self._locks[number]:  # a save of ours ends first
+        async with self._lock(number):  # a save of ours ends first
             if await self._is_here(number):
                 return
             if (have := self._open.get(number)) is not None:
@@ -135,9 +144,13 @@ class SharedStreams(Streams):
 
     async def changed(self, stream: Stream) -> None:
         place, session = self._live / stream.id, stream.session
-        async with self._locks[stream.id]:
-            if stream.id in self._seen and not await self._is_here(stream.id):
-                await self.close(stream)
+        if not place.is_dir():
+            raise Refused(404, "the stream was closed elsewhere; open one.", "not_found")
+        async with self._lock(stream.id), _alone(place):
+            here = self._open.get(stream.id) is stream
+            if not here or (stream.id in self._seen and not await self._is_here(stream.id)):
+                if here:
+                    await self.close(stream)
                 raise Refused(
                     409, "the stream has gone on elsewhere; look at it and send this again.", "moved"
                 )
@@ -156,8 +169,17 @@ class SharedStreams(Streams):
     def _expire(self) -> None:
         """Delete streams that have been idle for longer than `idle_seconds`."""
         for file in self._live.glob(f"*/{FACTS}"):
-            if time.time() - file.stat().st_mtime > self.limits.idle_seconds:
-                shutil.rmtree(file.parent, True)
+            with suppress(OSError):  # another replica deletes too
+                if time.time() - file.stat().st_mtime > self.limits.idle_seconds:
+                    shutil.rmtree(file.parent, True)
+
+
+@asynccontextmanager
+async def _alone(place: Path) -> AsyncIterator[None]:
+    """No other replica writes the state in `place` meanwhile."""
+    with (place / "lock").open("a") as file:
+        await threaded(partial(fcntl.flock, file, fcntl.LOCK_EX))
+        yield
 
 
 def _read(place: Path) -> dict[str, Any] | None:
@@ -197,6 +219,8 @@ def deploy(
     if not (told := re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", replicas)):
         raise RecipeError(f"--replicas: {replicas!r} is neither a number nor two, as 1-8.")
     least, most = int(told[1]), int(told[2] or told[1])
+    if most < least:
+        raise RecipeError(f"--replicas: {replicas!r} ends below where it begins; write {most}-{least}.")
 
     def app() -> Any:
         replica = serve.get_replica_context().replica_id.unique_id

@@ -89,7 +89,8 @@ async def socket(websocket: WebSocket, number: str) -> None:
                 asks = streams.engine.settings.caller(first.key) if isinstance(first, KeyMessage) else None
         else:
             await websocket.accept()
-        await streams.bring(number, asks)
+        if asks is not None:
+            await streams.bring(number, asks)
         stream = streams.get(number, asks)
         with streams.socket(asks):
             talk = Talk(websocket, streams, stream)

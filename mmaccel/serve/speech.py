@@ -28,7 +28,8 @@ class Cutter:
             if text.endswith("\ufffd"):
                 return ""
             # What may be the beginning of a stop text waits.
-            held = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            ends = ((stop, range(1, min(len(stop), len(text) + 1))) for stop in self._stops)
+            held = (n for stop, lengths in ends for n in lengths if text.endswith(stop[:n]))
             text = text[: len(text) - max(held, default=0)]
         piece = text[len(self.said) :]
         self.said += piece

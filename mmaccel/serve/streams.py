@@ -361,7 +361,8 @@ async def ask(number: str, body: AskRequest, request: Request, streams: TheStrea
                     yield f"event: delta\ndata: {json.dumps({'text': piece})}\n\n"
                     piece = await client.wait(anext(reply, None))
                 assert reply.answer is not None
-                yield f"event: answer\ndata: {json.dumps(streams.told(stream, body, reply.answer))}\n\n"
+                whole = json.dumps(streams.told(stream, body, reply.answer))
+            yield f"event: answer\ndata: {whole}\n\n"
         except Exception as error:
             yield f"event: error\ndata: {json.dumps({'message': said(error)})}\n\n"
 

@@ -12,6 +12,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
 from mmaccel.core.streams.asking import asked
+from mmaccel.core.streams.parts import Clip
 from mmaccel.policies.kv import _index
 from tests.models.streams import CLUSTERS, FPS, QUESTION, open_session, pair
 from tests.models.streams import film as frames_of
@@ -267,3 +268,34 @@ def test_the_memory_of_a_draft_lets_go_too(draft: str) -> None:
         own: Any = session._live.beside.stream  # type: ignore[union-attr]
         assert own._live.state.store.units(0) == session._live.state.store.units(0)  # type: ignore[union-attr]
         assert session.ask(QUESTION, 4).ids and session.report().draft["failed"] is None
+
+
+def test_a_question_that_is_refused_leaves_letting_go_on() -> None:
+    """It is refused between the snapshot and the question itself."""
+    found = []
+    for refused in (False, True):
+        with open_session("random-ov", {**KEEPERS["rekv"], "keep_seconds": KEEP}) as session:
+            session.watch(film(COUNT)[:20], fps=FPS)
+            if refused:
+                with pytest.raises(ModelError, match="positions"):
+                    session.ask("word " * 40000, 2)
+            for begin in range(20, COUNT, 5):
+                session.watch(film(COUNT)[begin : begin + 5], fps=FPS)
+            found.append((held(session)[0], session.counters()["let_go"]))
+    assert found[0] == found[1] and found[0][0] > 10
+
+
+def test_a_watch_that_is_undone_has_let_nothing_go() -> None:
+    with open_session("random-ov", {**KEEPERS["rekv"], "keep_seconds": KEEP}) as session:
+        session.watch(film(COUNT)[:20], fps=FPS)
+        before = held(session), session.frames, list(session.events)
+
+        def clips(video: Any, fps: Any, check: Any) -> Any:
+            yield Clip(film(COUNT)[20:26], None, None, part=True)
+            raise RuntimeError("damaged")
+
+        adapter: Any = session._stream_adapter
+        adapter.clips = clips
+        with pytest.raises(RuntimeError, match="damaged"):
+            session.watch("film.mp4", times=[1000.0 + n for n in range(12)])
+        assert (held(session), session.frames, list(session.events)) == before

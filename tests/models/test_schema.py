@@ -12,6 +12,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import ModelError
+from mmaccel.models.schema import LONGEST, by_schema
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 SCHEMA = {
@@ -139,3 +140,14 @@ def test_without_the_library_a_sentence_says_what_to_install(monkeypatch: pytest
             ModelError, match=r"it needs llguidance; install it with pip install 'mmaccel\[json\]'"
         ):
             session.ask(QUESTION, 4, schema={"type": "object"})
+
+
+def test_a_schema_as_deep_as_one_may_be_ends_no_process(library: Any) -> None:
+    """Which is compiled by recursion: nested arrays, and a chain of references."""
+    model, processor = pair("random-ov")
+    chain = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(1000)}
+    deep: dict[str, Any] = {"$defs": {**chain, "d1000": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+    assert len(json.dumps(deep)) <= LONGEST
+    by_schema(model, processor.tokenizer, deep, (2,), 0)
+    with pytest.raises(ModelError, match="characters; give one of 65536 at most"):
+        by_schema(model, processor.tokenizer, {"const": "x" * LONGEST}, (2,), 0)

@@ -38,7 +38,7 @@ class SchemaProcessor(LogitsProcessor):
     ) -> None:
         self._made_of = tokenizer, vocabulary, ends, schema, start
         self._start, self._ends, self._read = start, set(ends), list[int]()
-        self._matcher = _matcher(tokenizer, vocabulary, ends, schema)
+        self._matcher = _matcher(tokenizer, vocabulary, ends, schema).deep_copy()
 
     def __reduce__(self) -> Any:
         return SchemaProcessor, self._made_of
@@ -98,7 +98,9 @@ def _tokens(tokenizer: str, vocabulary: int, ends: tuple[int, ...]) -> Any:
     return LLTokenizer(inner.to_str(), n_vocab=vocabulary, eos_token=list(ends) or None)
 
 
+@functools.lru_cache(maxsize=8)
 def _matcher(tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str) -> Any:
+    """A matcher at the beginning, to copy; to compile one may take a second."""
     try:
         from llguidance import LLMatcher
     except ImportError as error:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import StreamAdapter, adapter_for, stream_attention
@@ -216,6 +217,11 @@ class VideoSession(Intake):
         put: Callable[[str], None] | None,
     ) -> Answer:
         turns = self._asking, self._stream_adapter.turns
+        if (schema := settings.get("schema")) is not None:
+            # Compiled, and kept, before frames have to wait for it.
+            self._stream_adapter.choosing(
+                torch.zeros(1, 1, dtype=torch.long), most, {"schema": schema}, False
+            )
         try:
             with self._working(*turns, deadline=deadline):
                 said = [*self.history, *as_turns(question)] if chat else question

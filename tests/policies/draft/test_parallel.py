@@ -20,7 +20,7 @@ from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
 from mmaccel.policies.draft import _draft_model, parallel
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens
-from mmaccel.policies.draft._window_model import PAUSE, SETTLED, Pace, best_window, tokens_per_round
+from mmaccel.policies.draft._window_model import Pace, best_window, tokens_per_round
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit, run
 from tests.core.toy import (
@@ -390,21 +390,3 @@ def test_another_vocabulary_is_refused_when_attached() -> None:
     target = bigram(torch.eye(5))
     with pytest.raises(DraftError, match="embeddings"):
         Parallel(model=ToyModel(bigram(torch.eye(9)), 9), process=False).check(view(target, 5))
-
-
-def test_a_draft_that_pauses_is_judged_anew_before_it_pauses_again() -> None:
-    """Target steps without a draft say nothing of it; what was found in a row doubles the pause."""
-    pace = Pace(step_s=1.0, draft_s=4.0)
-    for _ in range(SETTLED):
-        pace.step(1.0)
-        pace.judge(0, True)
-    assert pace.pause(0.5) == PAUSE
-    for _ in range(PAUSE):
-        pace.step(1.0)
-    assert pace.pause(0.5) == 0
-    for _ in range(SETTLED):
-        pace.judge(0, True)
-    assert pace.pause(0.5) == 2 * PAUSE
-    for _ in range(SETTLED):
-        pace.judge(3, False)
-    assert pace.pause(2.0) == 0 and pace.pauses == 0

@@ -13,7 +13,7 @@ import mmaccel
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.errors import RecipeError
 from mmaccel.policies.draft import Parallel
-from mmaccel.policies.draft._window_model import Pace, Shares
+from mmaccel.policies.draft._window_model import PAUSE, SETTLED, Pace, Shares
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -125,3 +125,21 @@ def test_when_to_prune_is_checked() -> None:
         Parallel(prune=UV, prune_when="often")
     with pytest.raises(RecipeError, match="prune_when is 'measured' and prune is null; give a pruner"):
         Parallel(prune_when="measured")
+
+
+def test_a_draft_that_pauses_is_judged_anew_before_it_pauses_again() -> None:
+    """Target steps without a draft say nothing of it; what was found in a row doubles the pause."""
+    pace = Pace(step_s=1.0, draft_s=4.0)
+    for _ in range(SETTLED):
+        pace.step(1.0)
+        pace.judge(0, True)
+    assert pace.pause(0.5) == PAUSE
+    for _ in range(PAUSE):
+        pace.step(1.0)
+    assert pace.pause(0.5) == 0
+    for _ in range(SETTLED):
+        pace.judge(0, True)
+    assert pace.pause(0.5) == 2 * PAUSE
+    for _ in range(SETTLED):
+        pace.judge(3, False)
+    assert pace.pause(2.0) == 0 and pace.pauses == 0

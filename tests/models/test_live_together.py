@@ -136,6 +136,35 @@ def test_frames_come_between_two_steps(sizes: Callable[[str], list[int]]) -> Non
         one.close()
 
 
+def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
+    sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes are over when there is no room for the logits: each answer takes its step again."""
+    kv, alone = MEMORIES["rekv"], []
+    for number in range(SESSIONS):
+        with opened("random-ov", kv, number) as session:
+            alone.append(told(session.ask(QUESTION, TOKENS)))
+    seen = sizes("random-ov")
+    sessions = [opened("random-ov", kv, number) for number in range(SESSIONS)]
+    kind: Any = type(sessions[0]._stream_adapter)
+    logits, broke = kind.logits, list[int]()
+
+    def breaking(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if len(hidden) > 1 and len(broke) < 3:
+            broke.append(len(hidden))
+            raise RuntimeError("no room")
+        made: torch.Tensor = logits(self, hidden)
+        return made
+
+    monkeypatch.setattr(kind, "logits", breaking)
+    try:
+        assert at_once([lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions]) == alone
+        assert len(broke) == 3 and max(seen) > 1
+    finally:
+        for one in sessions:
+            one.close()
+
+
 def test_what_fails_in_one_memory_leaves_the_other_answers(
     sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

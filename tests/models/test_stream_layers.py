@@ -10,6 +10,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.decoding import replay
+from mmaccel.core.streams.asking import asked
 from mmaccel.models import step
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.policies.kv.mosaic.test_replayed import Replayed
@@ -169,3 +170,32 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
         assert heard
         monkeypatch.setattr(step, "WIDTHS", (1, 4))
         logits(session)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("kv", ["mosaic", "rekv", "full", "livevlm"])
+def test_all_layers_of_an_answer_say_what_the_modules_say(
+    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows one by one and several at a time, some of them taken back, behind a question: the logits of each."""
+
+    def answered(session: mmaccel.VideoSession) -> list[torch.Tensor]:
+        live: Any = session._live
+        with asked(live, QUESTION, 16) as turn:
+            said = [turn.step(torch.tensor([[7, 9, 11]]))]
+            turn.truncate(turn.length() - 2)
+            said += [turn.step(torch.tensor([[token]])) for token in (5, 6)]
+            return [*said, turn.step(torch.tensor([[8, 4, 3, 12, 5]]))]
+
+    calls, whole = [], step.StreamSteps._answer
+    noted = lambda self, *given: calls.append(1) or whole(self, *given)  # noqa: E731
+    monkeypatch.setattr(step.StreamSteps, "_answer", noted)
+    with opened(name, KV[kv]) as session:
+        wanted = answered(session)
+        assert not calls
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
+        found = answered(session)
+    assert len(calls) == 4 * (kv != "full")
+    for one, right in zip(found, wanted, strict=True):
+        assert (one - right).abs().max() <= 1e-4

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.decoding.generate import Speculation
+from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.models import step
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
 
@@ -156,10 +158,24 @@ def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
         made: torch.Tensor = logits(self, hidden)
         return made
 
+    steps, offer, begins, behind = QuestionRunner.step, Speculation.offer, dict[int, int](), list[bool]()
+
+    def offering(self: Any) -> Any:
+        offered = offer(self)
+        begins[id(self.target)] = self.target.length()
+        return offered
+
+    def again(self: Any, *given: Any) -> torch.Tensor:
+        if id(self) in begins:
+            behind.append(self.length() == begins[id(self)])
+        return steps(self, *given)
+
     monkeypatch.setattr(kind, "logits", breaking)
+    monkeypatch.setattr(Speculation, "offer", offering)
+    monkeypatch.setattr(QuestionRunner, "step", again)
     try:
         assert at_once([lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions]) == alone
-        assert len(broke) == 3 and max(seen) > 1
+        assert len(broke) == 3 and max(seen) > 1 and behind and all(behind)
     finally:
         for one in sessions:
             one.close()

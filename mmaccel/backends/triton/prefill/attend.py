@@ -83,12 +83,14 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         if q_row.shape[-1] // block_q % 2:
             q_row, *q_pos = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_pos))
         row, block_q, P = [paired(r) for r in row], 2 * block_q, q_row.shape[-1]
-    group, tall = H // G, min(block_q, 128)
+    size, value_size = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(DV))
+    # Queries and sums of 128 rows of larger heads exceed shared memory.
+    most = 64 if value_size > 256 else 128
+    group, tall = H // G, min(block_q, most)
     pack = 1
-    while lists == 1 and pack < group and 2 * pack * tall <= 128:
+    while lists == 1 and pack < group and 2 * pack * tall <= most:
         pack *= 2
     tiles = block_q // tall * (G * -(-group // pack) if lists == 1 else 1)
-    size, value_size = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(DV))
     M = P // block_q
     list_rows = B * lists * M
 

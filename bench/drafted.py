@@ -1,7 +1,8 @@
 """Questions to an ingested film under drafts with replayed verdicts: the step "drafted" of `bench/stream.py`.
 
-Without a draft, with one in turns and with one in a second process on the same device; at the acceptance of the mark and at
-one at which no draft can gain: seconds to the first token, tokens a second. Rows in the file are not measured again.
+Without a draft, with one in turns, and with one in a second process on the target's device and, where there is one, on the
+next; at the acceptance of the mark and at one at which no draft can gain: seconds to the first token, tokens a second. Rows
+in the file are not measured again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, Sequential
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
 from mmaccel.policies.draft._remote_drafter import serve_decoder
+from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 
 DRAFT = "llava-onevision-0.5b"
 FIRST_S, GAIN, LEAST = 0.030, 1.5, 0.98
@@ -70,22 +72,27 @@ def draft_model(device: str, small: bool) -> nn.Module:
 
 
 class ReplayedParallel(Parallel):
-    """A draft of `DRAFT`'s shape in a second process on the target's device, that is always right."""
+    """A draft of `DRAFT`'s shape in a second process on the target's device or `away` from it, that is always right."""
 
     service: ClassVar[str] = "drafted:serve"
+    away: ClassVar[str | None] = None
 
     def _worker(self, target: Any) -> Worker:
-        options = {"device": str(target.device), "vocab": target.geometry.vocab, "film": self.film}
+        options = {"device": self.away or str(target.device), "vocab": target.geometry.vocab, "film": self.film}
 
         def begin() -> Worker:
             worker = Worker(self.service, options, silence_s=120.0)
             worker.wait(READY, 240.0)
             return worker
 
-        return target.hold("replayed draft", begin, lambda worker: worker.alive)  # type: ignore[no-any-return]
+        return target.hold(f"replayed draft {self.away}", begin, lambda worker: worker.alive)  # type: ignore[no-any-return]
 
     film: ClassVar[list[Any]] = []
     """Frames and scenes of the film, and whether the model is the tiny one."""
+
+
+class ReplayedElsewhere(ReplayedParallel):
+    away = "cuda:1"
 
 
 def serve(wire: Wire, options: dict[str, Any]) -> None:
@@ -116,6 +123,8 @@ def drafted_step(options: argparse.Namespace, log: Log) -> None:
         "sequential": lambda: Sequential(model=draft_model(str(sizes.device), sizes.small), window=5),
         "parallel": ReplayedParallel,
     }
+    if sizes.device.type == "cuda" and torch.cuda.device_count() > 1:
+        drafts["parallel, next device"] = ReplayedElsewhere
     config: Any = model.generation_config
     ends, config.eos_token_id = config.eos_token_id, -1  # no answer ends before its last token
     try:
@@ -125,7 +134,7 @@ def drafted_step(options: argparse.Namespace, log: Log) -> None:
                 ask_under(way, made(), wanted, tokens, sizes, log)
     finally:
         config.eos_token_id = ends
-    for way in ("sequential", "parallel"):
+    for way in list(drafts)[1:]:
         for keep in KEEPS:
             one, plain = (before(log, case="drafted", way=name, keep=keep) for name in (way, "off"))
             assert one is not None and plain is not None
@@ -149,6 +158,9 @@ def ask_under(way: str, draft: Any, keeps: list[float], tokens: int, sizes: Size
         stack.enter_context(without_tower(sizes.frames, sizes.kinds))
         session = stack.enter_context(mmaccel.VideoSession(model, processor, None, **how, draft=draft))
         take_in(session, "sparse", sizes.frames, f"drafted {way}")
+        live: Any = session._live
+        if isinstance(live.beside.stream, RemoteDraftStream):
+            live.beside.stream.settle()  # the draft has read the film too
         for keep in keeps:
             with replaying(model, keep):
                 answers = [session.ask(QUESTION, tokens) for _ in range(sizes.questions + 3)][3:]

@@ -58,7 +58,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
         self._out += 1
 
     def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
-        self._settle()
+        self.settle()
         head = json.dumps([list(times), None if fps is None else float(fps), timed]).encode()
         own = frames.to("cpu", copy=True).contiguous()  # the caller's may change as soon as this returns
         self._out += 1
@@ -89,11 +89,11 @@ class RemoteDraftStream(DraftStream, WireEnd):
 
     def save(self, folder: Path) -> None:
         self._call("save", str(folder.resolve()))
-        self._settle()
+        self.settle()
 
     def load(self, folder: Path) -> None:
         self._call("load", str(folder.resolve()))
-        self._settle()
+        self.settle()
 
     def close(self) -> None:
         if self._open.pop(self.number, None) is not None and self._worker.alive:
@@ -104,7 +104,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
         call = json.dumps([name, *given]).encode()
         self._worker.send(CALL, self.number, len(call), blob=[call, more] if more else [call])
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until the process has done all that it was asked for."""
         while self._out:
             message = None if self._answers else self._worker.receive(WAIT_S)

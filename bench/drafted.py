@@ -78,7 +78,11 @@ class ReplayedParallel(Parallel):
     away: ClassVar[str | None] = None
 
     def _worker(self, target: Any) -> Worker:
-        options = {"device": self.away or str(target.device), "vocab": target.geometry.vocab, "film": self.film}
+        options = {
+            "device": self.away or str(target.device),
+            "vocab": target.geometry.vocab,
+            "film": self.film,
+        }
 
         def begin() -> Worker:
             worker = Worker(self.service, options, silence_s=120.0)

@@ -4,6 +4,7 @@ pixels by stock code. Our own makes the same, bit for bit, where torchvision is 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -98,6 +99,13 @@ class StockProcessor(Processor):
             given["images"] = pictures
         if videos:
             told = [_metadata(frames, rate) for frames, rate in zip(videos, rates, strict=True)]
+            # Lists of each text's own: SmolVLM's processor counts these in transformers 5.17, and takes a clip for one.
+            counts = [text.count(self.video_token) for text in texts] if self.video_token else []
+            if sum(counts) == len(videos):
+                ends = list(itertools.accumulate(counts))
+                videos, told = (
+                    [x[b - n : b] for b, n in zip(ends, counts, strict=True)] for x in (videos, told)
+                )
             given.update(videos=videos, video_metadata=told, do_sample_frames=False)
         kinds = (("image", self.image_token, pictures), ("video", self.video_token, videos))
         words = {kind: token for kind, token, visuals in kinds if token and not visuals}

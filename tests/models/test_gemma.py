@@ -351,7 +351,9 @@ def test_what_the_stock_processors_make(kind: str, random_folder: Callable[[str]
 def test_packed_prompts_see_themselves_alone(built: Any) -> None:
     kind, model = built
     one = prompt(kind, [("text", 20), ("video", 4), ("text", 5)])
-    other = prompt(kind, [("text", 30), ("video", 6), ("text", 9)], seed=4)
+    # Videos of transformers before 5.20 have as many frames each.
+    frames = 4 if kind == "gemma4" and "num_frames_per_video" not in one else 6
+    other = prompt(kind, [("text", 30), ("video", frames), ("text", 9)], seed=4)
     size = one["input_ids"].shape
     both = {name: torch.cat([x, other[name]], int(x.shape == size)) for name, x in one.items()}
     del both["attention_mask"]

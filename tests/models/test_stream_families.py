@@ -213,7 +213,7 @@ def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.
         [{"role": "user", "content": content}], add_generation_prompt=True
     )
     inputs = processor.stock(
-        text=[text], videos=[frames], video_metadata=[told], do_sample_frames=False, return_tensors="pt"
+        text=[text], videos=[[frames]], video_metadata=[[told]], do_sample_frames=False, return_tensors="pt"
     )
     with mmaccel.VideoSession(model, processor, None, kv="full") as one, torch.no_grad():
         times = [number / rate for number in numbers]

@@ -179,7 +179,10 @@ def test_auto_takes_all_that_the_positions_of_qwen_hold(
         assert last(count) + 40 < limit and (count == 600 or last(count + 2) + 40 >= limit)
         assert count == 600 or told.endswith(f"the model has {limit} positions")
         taken.add(count)
-    assert {2, 4, 6, 600} <= taken and len(taken) > 5
+    if last(600) < last(20):  # transformers before 5.20 rounds a step of 0.8 positions down to none
+        assert taken == {600}
+    else:
+        assert {2, 4, 6, 600} <= taken and len(taken) > 5
     monkeypatch.setattr(config, "max_position_embeddings", 44)
     with pytest.raises(VideoError, match=r"no room for 2 frames of .*, for the model has 44 positions"):
         most_frames(processor, model, path)

@@ -101,12 +101,11 @@ class StockProcessor(Processor):
             told = [_metadata(frames, rate) for frames, rate in zip(videos, rates, strict=True)]
             # Lists of each text's own: SmolVLM's processor counts these in transformers 5.17, and takes a clip for one.
             counts = [text.count(self.video_token) for text in texts] if self.video_token else []
-            if sum(counts) == len(videos):
-                ends = list(itertools.accumulate(counts))
-                videos, told = (
-                    [x[b - n : b] for b, n in zip(ends, counts, strict=True)] for x in (videos, told)
-                )
-            given.update(videos=videos, video_metadata=told, do_sample_frames=False)
+            own = [slice(end - n, end) for n, end in zip(counts, itertools.accumulate(counts), strict=True)]
+            nested = sum(counts) == len(videos)
+            given["videos"] = [videos[some] for some in own] if nested else videos
+            given["video_metadata"] = [told[some] for some in own] if nested else told
+            given["do_sample_frames"] = False
         kinds = (("image", self.image_token, pictures), ("video", self.video_token, videos))
         words = {kind: token for kind, token, visuals in kinds if token and not visuals}
         stray = {kind: token for kind, token in words.items() if any(token in text for text in texts)}

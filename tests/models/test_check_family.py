@@ -54,7 +54,7 @@ def test_it_keeps_its_promises(
         first = 3 * KINDS.index(kind) % len(family.SPARSE)
         monkeypatch.setattr(family, "SPARSE", {x: family.SPARSE[x] for x in turned[first : first + 3]})
     if kind == "perception_lm" and Version(transformers.__version__) < Version("5.23"):
-        pytest.importorskip("timm")
+        pytest.skip("its tower needs a newer timm under earlier transformers")
     rows = mmaccel.check_family(sampler(kind).kind)
     assert all(kept for _, _, kept in rows) and len(rows) > 20
     assert f"{kind} ({family_of(kind).name})" in capsys.readouterr().out

@@ -68,7 +68,8 @@ def test_an_interrupt_at_any_instruction_leaves_no_hook(kind: str) -> None:
             return True
         return False
 
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 reports instructions only if this is set before settrace
+    # Python 3.12 reports instructions only if this is set before settrace.
+    sys._getframe().f_trace_opcodes = True
     interrupted = True
     while interrupted:
         step += 1

@@ -32,17 +32,18 @@ SPARE_MS = 3.0
 
 
 class Clock:
-    """The pieces of a thread's turns, in seconds, by kind: what it gives way after."""
+    """The pieces of a thread's turns, in seconds, by kind: what it gives way after; and what lies between two tokens."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._give_way, self._hold = turns, turns.give_way, turns.holding
         self.pieces: dict[str, list[float]] = {"slice": [], "step": []}
-        self._thread, self._last = 0, 0.0
+        self.gaps: list[float] = []
+        self._thread, self._last, self._token = 0, 0.0, 0.0
         turns.give_way = self.give_way  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """A question has its turn."""
-        self._thread, self._last = threading.get_ident(), time.perf_counter()
+        self._thread, self._last, self._token = threading.get_ident(), time.perf_counter(), 0.0
 
     def end(self) -> None:
         """Its answer is over, and so is the last piece."""
@@ -53,7 +54,12 @@ class Clock:
         if threading.get_ident() == self._thread:
             # What follows a token's pause is a step.
             kind = "slice" if inside or not self.pieces["slice"] else "step"
-            self.pieces[kind].append(time.perf_counter() - self._last)
+            now = time.perf_counter()
+            self.pieces[kind].append(now - self._last)
+            if not inside:
+                if self._token:
+                    self.gaps.append(now - self._token)
+                self._token = now
         self._give_way(inside)
         self._last = time.perf_counter() if threading.get_ident() == self._thread else self._last
 
@@ -76,7 +82,7 @@ def measured(
     """One run over a session that has watched something: all figures of the table, and `ok`."""
     turns = session._stream_adapter.turns
     clock, over, passes = Clock(turns), threading.Event(), list[float]()
-    gaps, behind, sent, check = list[float](), 0, 0, session._check
+    behind, sent, check = 0, 0, session._check
     session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
 
     def begun(question: str) -> Any:
@@ -104,16 +110,7 @@ def measured(
     feeder.start()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        last = 0.0
-
-        def put(_: str) -> None:
-            nonlocal last
-            now = time.perf_counter()
-            if last:
-                gaps.append(now - last)
-            last = now
-
-        session._answering(words(count), tokens, True, session._deadline(None))(put)
+        session._answering(words(count), tokens, True, session._deadline(None))(lambda _: None)
         clock.end()
         answers += 1
     over.set()
@@ -122,7 +119,7 @@ def measured(
     waits = list(live.waits)
     taken = [max(0.0, whole - wait) for whole, wait in zip(passes, waits, strict=False)]
     row = {"answers": answers, "frames": sent, "behind": behind, "words": count}
-    for name, one in {"wait": waits, **clock.pieces, "pass": taken, "gap": gaps}.items():
+    for name, one in {"wait": waits, **clock.pieces, "pass": taken, "gap": clock.gaps}.items():
         row |= {
             f"{name} {at}": 1e3 * quantile(one, share)
             for at, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))

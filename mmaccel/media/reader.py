@@ -113,7 +113,7 @@ def read(
                 if drawn is not frame:
                     drawn, drawing = frame, picture.draw(frame)
                 kept.append((tick, time, drawing))
-            end = source.until(time, frame)
+            end = source.frame_end(time, frame)
             done += 1
             total = plan.total if plan.total is None or done <= plan.total else None
             if progress is not None:
@@ -177,7 +177,7 @@ def _by_rate(
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
     times = grid(start, fps, stop)
-    each = nearest(source.frames(start), times, source.jump, source.until, half_tick(fps))
+    each = nearest(source.frames(start), times, source.jump, source.frame_end, half_tick(fps))
     if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
         each = unless_last(each, most)
@@ -240,7 +240,7 @@ def _by_number(
     numbers, rate = uniform(total, keep), keep / total * source.rate
     if times is not None:
         targets = [times[number] for number in numbers]
-        kept = nearest(source.frames(targets[0]), targets, source.jump, source.until)
+        kept = nearest(source.frames(targets[0]), targets, source.jump, source.frame_end)
         return Plan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
     pairs = (pair for _, pair in nearest(numbered, map(float, numbers)))

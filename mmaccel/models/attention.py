@@ -264,7 +264,10 @@ class _Layer(CacheLayerMixin):
     values = property(lambda self: self._whole(1), lambda self, _: None)  # type: ignore[assignment]
 
     def _whole(self, which: int) -> Tensor | None:
-        if not getattr(self, "is_initialized", False) or not 0 < self.state.length() == self.state.held():
+        whole = (
+            getattr(self, "is_initialized", False) and self.state.held_columns() == self.state.length() > 0
+        )
+        if not whole:
             return None
         view = self.state.view(self.index, torch.empty(0, 0, 2, 0))
         return (view.key, view.value)[which] if view.key.shape[2] == self.state.length() else None

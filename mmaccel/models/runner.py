@@ -71,7 +71,7 @@ class HFRunner(Runner):
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."
             )
         if self.length():
-            self.settle()
+            self.sync_cache()
         if self._whole is not None:
             start = int(self._whole[1].flatten(0, -2)[-1, -1]) + 1
         else:
@@ -145,7 +145,7 @@ class HFRunner(Runner):
             raise ModelError(f"{self.family.name}: {self.family.unable['trees']}; propose chains.")
         if self.steps is not None and (width := self.steps.width(count, branches)):
             return self.steps(self.memory(), self.delta, ids, width, branches)
-        self.settle()
+        self.sync_cache()
         held = self.length()
         start = held + self.delta
         if branches is None:
@@ -201,7 +201,7 @@ class HFRunner(Runner):
         layer, view = self.cache.layers[number], self._moved.view(number, torch.empty(0))
         layer.keys, layer.values = view.key, view.value
 
-    def settle(self) -> None:
+    def sync_cache(self) -> None:
         """Leave the cache as if all columns had gone through the model."""
         if self._moved is not None:
             for number in range(len(self.cache.layers)):

@@ -86,10 +86,10 @@ class LayerStep:
         sees, bias  those of `decode_attend`
         qkv      `project` of x, where a memory had to see it first; None: it is computed here
         """
-        out, query = self.look(x, rope, columns, key, value, sees, bias, qkv)
+        out, query = self.attend(x, rope, columns, key, value, sees, bias, qkv)
         return self.finish(x, out), query
 
-    def look(
+    def attend(
         self,
         x: Rows | None,
         rope: Tensor,
@@ -364,7 +364,7 @@ class StreamSteps:
 
         def work() -> tuple[Tensor, ...]:
             columns = start + layer.line[:, :count]
-            attended[rows] = layer.look(None, rope, columns, key, value, None, bias, qkv[rows])[0]
+            attended[rows] = layer.attend(None, rope, columns, key, value, None, bias, qkv[rows])[0]
             return ()
 
         self._replays((number, len(qkv), rows.start, count, "look"), work, at=at)

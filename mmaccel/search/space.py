@@ -74,7 +74,7 @@ def kinds_of(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
     return [k for k in KINDS if k in wanted] if len(modalities) > 1 else ["no_boundary"]
 
 
-def slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
+def boundary_slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
     """The slots of a type in a prompt of these modalities."""
     if kind == "no_boundary":
         return [Slot("all", None, None)]
@@ -114,7 +114,7 @@ def everywhere(
     kind: str, pattern: Mapping[str, Any], modalities: Sequence[int], block: int
 ) -> dict[str, Any]:
     """The pattern of a type with `pattern` in every slot, as a mapping."""
-    return composed(kind, {slot.name: pattern for slot in slots(kind, modalities)}, block)
+    return composed(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------

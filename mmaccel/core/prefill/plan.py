@@ -217,7 +217,7 @@ class AttentionPlan:
         pictures, not for long inputs."""
         return self.count_mask() > 0
 
-    def listed_pairs(self) -> Tensor:
+    def count_listed_pairs(self) -> Tensor:
         """[B, H] float64: present query rows times present keys, summed over the listed blocks; no host read."""
         B, H = self.batch, self.heads
         device = self.parts[0].q_row.device

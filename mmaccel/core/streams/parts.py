@@ -294,7 +294,7 @@ class Turns:
             while not one.ended:
                 if shares and self.answers > 1 and one.target.adapter.shares:  # type: ignore[attr-defined]
                     one.target.together = AnswersTogether(self)
-                    with self.away():
+                    with self.released():
                         self.batch.run([one])
                 else:
                     one.advance()
@@ -307,7 +307,7 @@ class Turns:
         return Batch(holding=self.holding)
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def released(self) -> Iterator[None]:
         """Within, the holder leaves the lock to others; then it is the next to wait for it."""
         with self._lock:
             assert self._holder == threading.get_ident()

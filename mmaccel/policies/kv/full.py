@@ -166,7 +166,7 @@ class FullState(LayeredState):
         self._counts = [held + count for held in self._counts]
         self._last = count
 
-    def held(self) -> int:
+    def held_columns(self) -> int:
         return max(self._counts)
 
     def reset(self) -> None:
@@ -310,8 +310,8 @@ class FullStream(WholeStream):
     def _keep_path(self, start: int, path: Tensor) -> None:
         self._state.accept(path)
 
-    def held(self) -> int:
-        return self._state.held()
+    def held_columns(self) -> int:
+        return self._state.held_columns()
 
     def nbytes(self) -> int:
         return self._state.nbytes()

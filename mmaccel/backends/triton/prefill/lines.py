@@ -297,8 +297,8 @@ def gaps_kernel(
     tl.store(to + 4, tl.zeros([], tl.int64))
 
 
-def line_keys(row, columns, diagonals, width, block):
-    """See `ops.lines.line_keys`: one kernel marks, one takes what is marked away."""
+def split_line_keys(row, columns, diagonals, width, block):
+    """See `ops.lines.split_line_keys`: one kernel marks, one takes what is marked away."""
     (B, H, K), S, N = columns.shape, diagonals.shape[2], row.shape[1]
     P = max(K + -K % block, block)
     columns, diagonals = (t if t.stride(2) == 1 else t.contiguous() for t in (columns, diagonals))

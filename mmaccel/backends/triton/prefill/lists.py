@@ -256,7 +256,7 @@ def _step(leads: tuple[int, int]) -> tuple[int, int]:
 
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "M", "pairs"])
-def paired_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
+def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
     """Some pairs of lists of one head: the kernel of `paired`."""
     h, b = tl.program_id(1), tl.program_id(2)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -297,7 +297,7 @@ def paired(row: Tensor) -> Tensor:
     b, h, M, _ = row.shape
     pairs = -(-M // 2)
     out = row.new_empty(b, h, pairs, 5)
-    paired_kernel[(triton.cdiv(pairs, 256), h, b)](row, *lead(row), out, M, pairs, TILE=256)
+    merge_pairs_kernel[(triton.cdiv(pairs, 256), h, b)](row, *lead(row), out, M, pairs, TILE=256)
     return out
 
 
@@ -373,8 +373,8 @@ def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
         tl.store(small + to, value.to(tl.int8), mask=inside)
 
 
-def assembled(sources, table, fills, sizes):
-    """See `ops.block_lists.assembled`; the table is sent to the device, and nothing waits for it."""
+def copy_pieces(sources, table, fills, sizes):
+    """See `ops.block_lists.copy_pieces`; the table is sent to the device, and nothing waits for it."""
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]
     told, width = array("q", table), len(FIELDS)

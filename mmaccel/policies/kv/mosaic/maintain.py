@@ -126,7 +126,7 @@ class Hierarchy:
             if not level.load({row: found[f"{name}.{row}"] for row in level.wanted(units)}, above):
                 raise ModelError(f"{folder}: {name} clusters do not fit together; the file is damaged.")
             small, large = found[f"{name}.threshold"]
-            most = rules.most(rules.visual if above is None else rules.semantic)
+            most = rules.largest_cluster(rules.visual if above is None else rules.semantic)
             self.bounds += (Bounds(small, large, rules.alpha, rules.smallest, most),)
             means.centre = found["centre_look"], found["centre_key"]
         return absent

@@ -57,7 +57,7 @@ class Rules:
     gain: float = 0.05
     unmix: float = 0.5
 
-    def most(self, mean: int) -> int:
+    def largest_cluster(self, mean: int) -> int:
         """The largest cluster of a level of mean size `mean`, in the proportion of the semantic level's."""
         return self.largest * mean // self.semantic
 
@@ -68,7 +68,7 @@ class Rules:
         weight = n.to(s2.dtype)
         usual = (s2 * weight).sum(1) / weight.sum(1).clamp_min(1)
         small, large = ((tau * usual).clamp(FLOOR, CAP) for tau in (self.tau_small, self.tau_large))
-        return Bounds(small, large, self.alpha, self.smallest, self.most(mean))
+        return Bounds(small, large, self.alpha, self.smallest, self.largest_cluster(mean))
 
 
 @dataclass(frozen=True, eq=False)

@@ -208,7 +208,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def runner(self, model: nn.Module) -> Runner:
-        """A runner on `model`, attached or plain."""
+        """A `Runner`, which takes one sequence through `model` (prompt, steps, rollbacks), with or without a recipe."""
 
     @abstractmethod
     def load(self, path: str, like: nn.Module) -> nn.Module:

@@ -148,10 +148,13 @@ def read(
 class Plan:
     """Which frames of a file to keep: how many (None: unknown) and at what rate (0.0: unknown).
 
-    Of more than `most` frames only every second, fourth, ... is kept.
-    `missing` says in words which frames that the header promises are not in the file; losses up to `slack` are rounding.
-    Where `total` is but the mean rate times the span, its `end` in seconds tells of losses. `stream` has (tick, time,
-    frame), the frame None where the tick is skipped; of frames taken by number the tick is their time.
+    stream   (tick, time, frame) for each frame that is wanted, in seconds: the moment asked for, and when the frame taken
+             for it is shown. The frame is None where there is none for the tick; frames taken by number have tick = time
+    missing  says in words which frames that the header promises are not in the file
+    slack    so many frames fewer than `total` are rounding, and no loss
+    end      where `total` is only the mean rate times the length: the second at which the last frame should end, by which
+             losses are found instead
+    most     of more frames only every second, fourth, ... is kept
     """
 
     stream: Iterable[tuple[float, float, av.VideoFrame | None]]

@@ -1,6 +1,6 @@
 """Tiny random models of each family, and prompts for them: what `check_family` and our tests build. No network.
 
-A family states `tiny`, the settings of a configuration of each of its model types, and `tiny_visual`, the tokens and pixels of
+A family states `tiny`, the settings of a configuration of each of its model types, and `tiny_visual`, tokens and pixels of
 one image or video of a prompt.
 """
 

@@ -198,7 +198,8 @@ def decode_attend(
 
 
 def attend_each(query, caches, columns, scale):
-    """See `ops.layer_ops.attend_each`."""
+    """Attention of query [B, H, n, D] of a step, each sequence over a cache of its own; columns [B, n] as in
+    `decode_attend`. Kernels read from `caches.table` where the caches lie."""
     return decode_attend(query, caches.home, caches.home, columns, scale, table=caches.table)
 
 

@@ -127,8 +127,7 @@ class KVState(ABC):
 
     def counters(self) -> dict[str, float]:
         """Figures for the report, which prints a name with the word "bytes" in MiB and one that ends in "_s" in seconds."""
-        counts = dict(held=self.held_columns(), seen=self.length(), bytes=self.nbytes())
-        return {name: float(count) for name, count in counts.items()}
+        return dict(held=float(self.held_columns()), seen=float(self.length()), bytes=float(self.nbytes()))
 
 
 @dataclass(frozen=True, kw_only=True)

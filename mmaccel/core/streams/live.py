@@ -185,7 +185,7 @@ class AsyncVideoSession:
         self.session.cancel()
 
     def report(self) -> Report:
-        """See `VideoSession.report`."""
+        """The recipe in use, and figures of the last answer, as `VideoSession.report` has them."""
         return self.session.report()
 
     def counters(self) -> dict[str, float]:
@@ -193,7 +193,8 @@ class AsyncVideoSession:
         return self.session.counters()
 
     def clusters(self) -> dict[str, Tensor]:
-        """See `VideoSession.clusters`."""
+        """Clusters of a memory that has them: name of a level -> cluster [L or 1, N] of each entry at each layer. Entries are
+        equal parts of the steps of time that `shown` lists."""
         return self.session.clusters()
 
     @property
@@ -208,7 +209,7 @@ class AsyncVideoSession:
 
     @property
     def shown(self) -> list[float]:
-        """See `VideoSession.shown`."""
+        """The seconds at which each step of time, a frame or what the model takes as one, began."""
         return self.session.shown
 
     async def __aenter__(self) -> AsyncVideoSession:

@@ -143,13 +143,15 @@ class StreamInfo:
 
 
 class Around:
-    """Lays something round a memory while a question lasts; this one nothing."""
+    """Wraps the memory of a stream while a question lasts, for example to prune what it shows. This class wraps nothing:
+    subclasses do."""
 
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
     ) -> StreamState:
-        """`state`, or what stands in its place. The first `before` rows of the question are no words. `numbers` has for each
-        unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
+        """`state`, or what wraps it, for one question on `stream`. The first `before` rows of the question are no words of it
+        (units that wait, and the end of the video). `numbers`: for each unit of the memory its number in the stream as it was shown, which is the
+        same for every model of this pace, however their memories merge or choose units."""
         return state
 
     def run_options(self, kind: str) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class StreamRunner:
     # Going back.
 
     def mark(self) -> Any:
-        """What `back` needs."""
+        """The stream as it is now (memory, times, recurrent states, the draft's stream), for `back` to return to."""
         info = self.info
         lengths, states = (len(info.spans), len(info.times)), self.running and self.running.mark()
         return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states

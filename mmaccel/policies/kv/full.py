@@ -285,7 +285,7 @@ class WholeStream(PassState):
 
 
 class FullStream(WholeStream):
-    """A stream in the buffers of a `FullState`, turned."""
+    """A stream whose keys and values all stay, in the buffers of a `FullState`; keys are kept after RoPE."""
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
         super().__init__(stream, geometry, model, device)

@@ -347,7 +347,12 @@ def phases_kernel(
     given, lines, own, members, stride, line, shift, heads, room, C, L,
     SCORE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """line and shift [B, h]: the class of the heaviest columns, and the phase of the heaviest slashes."""
+    """line [B, h]: the class of columns with the highest score. shift [B, h]: the phase of slashes with the highest score; a
+    phase is the class of the query less the class of the key, modulo the stride.
+
+    given [B * h, L, C] what each of L queries pays the keys of a class; lines [B * h, 3, C] the sum, the largest value and
+    the number of the columns of a class; own [B, L] the class of each query; stride [B].
+    """
     head = tl.program_id(0)
     b = head // heads
     c = tl.arange(0, BLOCK_C)

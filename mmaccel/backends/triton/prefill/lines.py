@@ -70,7 +70,8 @@ def _asked(columns, diagonals, last, n, vertical, slash, H):
 def digits_kernel(
     columns, diagonals, last, counts, n, vertical, slash, piece, H, DIGIT: tl.constexpr, TILE: tl.constexpr
 ):
-    """counts [heads, 3, BINS]: how many lines of a piece have each value of a digit, of those with the digits before it."""
+    """counts [2 * heads, 3, BINS], columns of all heads before diagonals: adds how many lines of a piece have each value of
+    the digit number DIGIT, of those whose earlier digits are the threshold's."""
     head, scores, first, limit, wanted = _asked(columns, diagonals, last, n, vertical, slash, H)
     begin = tl.program_id(0) * piece
     if (wanted > 0) & (begin <= limit):
@@ -91,7 +92,8 @@ def digits_kernel(
 
 @triton.jit(do_not_specialize=["n", "vertical", "slash", "piece", "H"])
 def tally_kernel(columns, diagonals, last, counts, tally, n, vertical, slash, piece, H, TILE: tl.constexpr):
-    """tally [heads, 2, pieces]: how many lines of a piece are above the weakest that is chosen, and how many equal it."""
+    """tally [2 * heads, 2, pieces], columns of all heads before diagonals: how many lines of a piece are above the weakest
+    that is chosen, and how many equal it."""
     head, scores, first, limit, wanted = _asked(columns, diagonals, last, n, vertical, slash, H)
     begin = tl.program_id(0) * piece
     above, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)

@@ -345,14 +345,14 @@ class PositionIds:
         return torch.cat([first, self.tail(units + more, 0, count - pending)], -1)
 
     def span(self, units: int, own: bool = False) -> int:
-        """The largest position, on any axis, of `units` units and the text's first token. `own`: units at their own times."""
+        """The largest position, on any axis, of `units` units and the text's first token. `own`: units at own times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
         step = self._step(self.at(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
-        """The position of the last of the `rows` columns after `units` units, of which the first `pending` are of more units;
+        """The position of the last of the `rows` columns after `units` units, whose first `pending` are of more units;
         and how many positions all take, of which time's may be further out than the text's. `own`: units at their times."""
         whole = units + pending // self._unit.shape[1]
         first, count = self._text + (whole - 1) * self._slope, rows - pending

@@ -2,17 +2,16 @@
 
 Rows are budgets in tokens for contexts of 64k and more. For a shorter context all budgets shrink in proportion to it
 (columns, diagonals and sinks in tokens, windows in whole frames), and so does the target, an A-shape of 1k global and 4k
-local tokens; strides, which are sizes of frames, stay. Levelling then changes those fields of a row that the row does not fix,
-until attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its window,
-columns and diagonals of a vertical-slash alike, whose row is their ratio, and the local window of a grid, whose row is its
-lines. The last figure of Table 3's grids, 1024, is that window (microsoft/MInference, `minference/ops/grid_attention.py`,
-`n_local`). Each grid stands without its window too, as Algorithm 1 has it: it costs what its lines cost, often less than
-the target. Rows whose smallest budget costs more than the target are left out.
+local tokens; strides, which are sizes of frames, stay. Levelling then changes those fields of a row that the row does not
+fix, until attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its
+window, columns and diagonals of a vertical-slash alike, whose row is their ratio, and the local window of a grid, whose
+row is its lines. The last figure of Table 3's grids, 1024, is that window (microsoft/MInference,
+`minference/ops/grid_attention.py`, `n_local`). Each grid stands without its window too, as Algorithm 1 has it: it costs
+what its lines cost, often less than the target. Rows whose smallest budget costs more than the target are left out.
 
 With `Scale.extended`, rows labelled "ours" differ from Table 3 in two things. Each vertical-slash also keeps the `FIRST`
-tokens. And one row more is there, at several shares of the target's cost (`SHARES`): rows are level on the mean of heads, and
-a head for which this row costs more than the mean takes it at the share that fits.
-"""
+tokens. And one row more is there, at several shares of the target's cost (`SHARES`): rows are level on the mean of heads,
+and a head for which this row costs more than the mean takes it at the share that fits."""
 
 from __future__ import annotations
 

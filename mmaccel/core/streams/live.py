@@ -193,8 +193,8 @@ class AsyncVideoSession:
         return self.session.counters()
 
     def clusters(self) -> dict[str, Tensor]:
-        """Clusters of a memory that has them: name of a level -> cluster [L or 1, N] of each entry at each layer. Entries are
-        equal parts of the steps of time that `shown` lists."""
+        """Clusters of a memory that has them: name of a level -> cluster [L or 1, N] of each entry at each layer. Entries
+        are equal parts of the steps of time that `shown` lists."""
         return self.session.clusters()
 
     @property

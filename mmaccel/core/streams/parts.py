@@ -149,9 +149,9 @@ class Around:
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
     ) -> StreamState:
-        """`state`, or what wraps it, for one question on `stream`. The first `before` rows of the question are no words of it
-        (units that wait, and the end of the video). `numbers`: for each unit of the memory its number in the stream as it was
-        shown, which is the same for every model of this pace, however their memories merge or choose units."""
+        """`state`, or what wraps it, for one question on `stream`. The first `before` rows of the question are not its words
+        but units that wait, and the end of the video. `numbers`: for each unit of the memory its number in the stream as
+        shown, the same for every model of this pace, however their memories merge or choose units."""
         return state
 
     def run_options(self, kind: str) -> dict[str, Any]:

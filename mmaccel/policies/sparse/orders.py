@@ -149,7 +149,7 @@ class Region:
         return once(self.layer.memo, (name, self.kinds), make)
 
     def last(self, count: int, pooled: bool = False) -> LastQueries:
-        """The last `count` queries of this region, from which their softmax weights over its keys are computed when asked for.
+        """The last `count` queries of this region, from which their softmax weights over its keys are computed on demand.
 
         The softmax runs over all keys that a query sees, also those outside the region. `pooled`: every query head gets the
         mean of the weights of the query heads that share its key head.

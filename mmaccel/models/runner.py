@@ -65,7 +65,8 @@ class HFRunner(Runner):
     def prefill(
         self, inputs: Inputs, keep: Tensor | None = None, compact: bool = False, probes: Sequence[Probe] = ()
     ) -> Tensor:
-        """See `Runner.prefill`. `probes` read what the layers of an accelerated model compute of this prompt."""
+        """Run the whole prompt; logits [1, V] of its last token. Arguments as in `Runner.prefill`; `probes` read what the
+        layers of an accelerated model compute of it."""
         if inputs["input_ids"].shape[0] != 1:
             raise ModelError(
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."

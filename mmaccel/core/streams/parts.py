@@ -69,19 +69,19 @@ class RunningStates(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """What `back` needs to come back to this moment."""
+        """The states as they are now, for `back` to return to."""
 
     @abstractmethod
     def back(self, mark: Any) -> None:
-        """Be as at the moment of `mark`."""
+        """Return to the states that `mark` gave."""
 
     @abstractmethod
     def crop(self, count: int) -> None:
-        """Forget the last `count` rows, of an answer."""
+        """Go back by the last `count` rows, which belong to an answer."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """All of it, by name."""
+        """All states by name, to be saved."""
 
     @abstractmethod
     def put(
@@ -220,12 +220,12 @@ class CarefulDraftStream:
                 stream.idle()
 
     def mark(self) -> Any:
-        """What `back` needs."""
+        """The draft's stream as it is now, for `back` to return to; None where there is no draft any more."""
         with self.dropping() as stream:
             return None if stream is None else stream.mark()
 
     def back(self, mark: Any) -> None:
-        """As it was at `mark`."""
+        """Return the draft's stream to where it was when `mark` was made."""
         with self.dropping() as stream:
             if stream is not None:
                 stream.back(mark)

@@ -150,7 +150,8 @@ def chosen_kernel(
 
 
 def strongest(columns, diagonals, last, vertical, slash):
-    """See `ops.lines.strongest`: a kernel for each digit of a score, one that counts, one that writes."""
+    """The columns and diagonals of the greatest scores, ascending (`ops.lines.strongest`): a kernel for each digit of a
+    score, one that counts, one that writes."""
     B, H, n = columns.shape
     vertical, slash = min(vertical, n), min(slash, n)
     columns, diagonals, last = columns.contiguous(), diagonals.contiguous(), last.contiguous()
@@ -300,7 +301,8 @@ def gaps_kernel(
 
 
 def split_line_keys(row, columns, diagonals, width, block):
-    """See `ops.lines.split_line_keys`: one kernel marks, one takes what is marked away."""
+    """The keys split into chosen columns and the rest (`ops.lines.split_line_keys`): one kernel marks columns, one removes
+    them."""
     (B, H, K), S, N = columns.shape, diagonals.shape[2], row.shape[1]
     P = max(K + -K % block, block)
     columns, diagonals = (t if t.stride(2) == 1 else t.contiguous() for t in (columns, diagonals))
@@ -319,7 +321,8 @@ def split_line_keys(row, columns, diagonals, width, block):
 
 
 def slash_runs(kept, queries, block):
-    """See `ops.lines.slash_runs`: the steps of each shape, the lists they make, and those of blocks that jump."""
+    """The key blocks that diagonals touch (`ops.lines.slash_runs`): the steps of each shape, the lists they make, and those
+    of blocks that jump."""
     shape, member, home, reach, broken, runs, sure = queries
     B, H, N = kept.shape
     C, M, G, blocks = shape.shape[1], member.shape[1], broken.shape[1], N // block
@@ -407,7 +410,8 @@ def turned_kernel(
 
 
 def turned_classes(order, phases, room, wide, columns, rows):
-    """See `ops.lines.turned_classes`: one kernel, of which a program places `TURNED` rows of a head."""
+    """The order (class, position) of queries and keys of each head (`ops.lines.turned_classes`): one kernel, of which a
+    program places `TURNED` rows of a head."""
     (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     _, B, P = queries.shape
     N, H = keys.shape[2], line.shape[1]

@@ -204,7 +204,8 @@ def area_kernel(
 
 
 def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
-    """See `ops.block_lists.reach`: what blocks span, then how far each reaches, three kernels."""
+    """The run of key blocks that each block of queries reaches (`ops.block_lists.reach`): what blocks span, then how far
+    each reaches, three kernels."""
     q_row, k_row, q_place, k_place = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_place, k_place)
     )
@@ -232,7 +233,8 @@ def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
 
 
 def listed_area(row, index, q_row, k_row, block_q, block_k):
-    """See `ops.block_lists.listed_area`; sums of whole numbers, the same in any order."""
+    """[b, h]: how many pairs the listed blocks hold (`ops.block_lists.listed_area`); sums of whole numbers, the same in any
+    order."""
     row = row if row.stride()[2:] == (5, 1) else row.contiguous()
     q_row, k_row = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row))
     b, h = broad(row, q_row, k_row)
@@ -374,7 +376,8 @@ def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
 
 
 def copy_pieces(sources, table, fills, sizes):
-    """See `ops.block_lists.copy_pieces`; the table is sent to the device, and nothing waits for it."""
+    """Tensors put together of pieces of `sources` (`ops.block_lists.copy_pieces`); the table is sent to the device, and
+    nothing waits for it."""
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]
     told, width = array("q", table), len(FIELDS)

@@ -176,7 +176,8 @@ def timed_step(
 
         times = measure(run, warmup=3, repeats=bench.given.repeats, device=model.device)
         row = {**told, "columns": columns, "rows": count, "floor_s": floor, "read_rate": bench.rate}
-        found.append({**row, **times.row(), "of_floor": times.median / floor})
+        told_of = {"of_floor": times.median / floor, "captured": runner.steps is not None}
+        found.append({**row, **times.row(), **told_of})
     return found
 
 

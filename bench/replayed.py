@@ -33,6 +33,7 @@ from mmaccel.core.decoding.worker import READY, Wire, Worker
 from mmaccel.models import decode as decoding
 from mmaccel.models import drafting, runner, shapes
 from mmaccel.models import step as steps
+from mmaccel.models.attention import cache_of
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import _remote_drafter
@@ -87,16 +88,19 @@ def model_of(shape: str, device: str, layers: int | None = None, devices: Sequen
 
 
 def after(
-    model: nn.Module, columns: int, rows: Sequence[int] = ROWS, count: int = 1, **choices: Any
+    model: nn.Module, columns: int, rows: Sequence[int] | None = None, count: int = 1, **choices: Any
 ) -> Counting:
-    """`model` at work after `columns` assumed columns of `count` sequences: its cache is filled with small numbers."""
-    family, cache = adapter_for(model), DynamicCache()
-    shape = family.geometry(model)
+    """`model` at work after `columns` assumed columns of `count` sequences: its cache is filled with small numbers. `rows`:
+    of captured steps; None: the usual ones, where the model's layers admit them."""
+    family: Any = adapter_for(model)
+    shape, cache = family.geometry(model), cache_of(model, family)
     size = (count, shape.kv_heads, columns, shape.head_dim)
-    for number, layer in enumerate(family.layers(model)):
+    for layer in family.attentions(model):
         like = next(layer.parameters())
         pair = (torch.empty(size, dtype=like.dtype, device=like.device).normal_(0, 0.02) for _ in range(2))
-        cache.update(*pair, number)
+        cache.update(*pair, layer.layer_idx)
+    if rows is None:
+        rows = ROWS if decoding.admits(model, family, cache, also=("cpu",)) else ()
     return Counting(model, family, cache, rows, **choices)
 
 
@@ -116,10 +120,12 @@ def batched(model: nn.Module, columns: int, count: int) -> Callable[[], object]:
 
 
 def cache_bytes(model: nn.Module, columns: int) -> int:
-    """What `columns` columns hold in all layers."""
-    shape = adapter_for(model).geometry(model)
+    """What `columns` columns hold in all layers, and running states twice, which a step reads and writes."""
+    family: Any = adapter_for(model)
+    shape = family.geometry(model)
     each = shape.kv_heads * shape.head_dim * next(model.parameters()).dtype.itemsize
-    return 2 * shape.layers * columns * each
+    states = (one.num_v_heads * one.head_k_dim * one.head_v_dim for one in family.states(model).values())
+    return 2 * shape.layers * columns * each + 2 * torch.float32.itemsize * sum(states)
 
 
 def warm(runner: Runner, rows: Sequence[int], device: torch.device) -> None:

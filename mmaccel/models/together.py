@@ -22,8 +22,9 @@ from mmaccel.core.adapter import home_of
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.models import decode, loading, step
+from mmaccel.models import decode, loading
 from mmaccel.models.decode import Buffers, Held, Part
+from mmaccel.models.layer_step import layer_steps
 from mmaccel.models.runner import HFRunner
 
 PLACES = 4096
@@ -135,7 +136,7 @@ class StepsTogether:
         layers: list[Any] = list(family.layers(model))
         for number, (device, numbers) in enumerate(cuts):
             ends = (family.text(model).norm, head) if number == len(cuts) - 1 else None
-            steps = step.layer_steps([layers[n] for n in numbers], None if ends is None else ends[0])
+            steps = layer_steps([layers[n] for n in numbers], family, None if ends is None else ends[0])
             held = [Held(0, rope.to(device))] * len(numbers)
             short = torch.arange(WINDOW, device=device)[None]
             first = words if number == 0 else None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Columns, ModelView
+from mmaccel.core.decoding.draft_step import Drafting, resize
 from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.errors import DraftError, RecipeError
@@ -140,6 +141,12 @@ class DraftState(ABC):
     @abstractmethod
     def propose(self) -> Proposal:
         """The tokens to verify next; may be empty."""
+
+    def drafting(self, most: int | None = None) -> Drafting:
+        """`propose`, with at most `most` tokens where the draft can choose; the steps of its model are yielded for others to
+        take (`DraftStep`)."""
+        return self.propose()
+        yield
 
     def tail(self) -> Proposal:
         """One token that follows the whole proposal, or none; it is judged as the last of it. Asked after the target's step
@@ -379,12 +386,6 @@ def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     if generator is None or generator.device == p.device:
         return torch.multinomial(p, 1, generator=generator)
     return torch.multinomial(p.to(generator.device), 1, generator=generator).to(p.device)
-
-
-def resize(x: Tensor, vocab: int, fill: float) -> Tensor:
-    """`x` [..., V'] cut or lengthened with `fill` to [..., vocab]."""
-    short = vocab - x.shape[-1]
-    return x[..., :vocab] if short <= 0 else torch.nn.functional.pad(x, (0, short), value=fill)
 
 
 def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:

@@ -34,7 +34,7 @@ class Load:
 
     def most(self, count: int, drafting: int) -> int:
         """The window for a round of `count` sequences, `drafting` of which draft; 0: the draft rests."""
-        size, best, chosen = 1 << (count - 1).bit_length(), 0.0, 0
+        size, best, chosen = _size(count), 0.0, 0
         keep = self._kept / self._judged
         for window in WINDOWS:
             seconds = self._seconds[size, window]
@@ -51,7 +51,7 @@ class Load:
 
     def took(self, count: int, window: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
         """A round of `count` sequences took `seconds`; `judged`: of each that drafted, tokens proposed and kept."""
-        size = 1 << (count - 1).bit_length()
+        size = _size(count)
         self._seconds[size, window].append(seconds)
         self._rounds[size] += 1
         if self._rounds[size] % AGAIN == 0:
@@ -63,3 +63,13 @@ class Load:
             self._longest[size, window] = max(proposed, self._longest.get((size, window), 0))
             self._judged += kept + (kept < proposed)
             self._kept += kept
+
+    def times(self, count: int) -> dict[int, float]:
+        """Milliseconds of a round of `count` sequences by window, of those that were tried."""
+        size = _size(count)
+        tried = [window for window in WINDOWS if self._seconds.get((size, window))]
+        return {window: 1e3 * statistics.median(self._seconds[size, window]) for window in tried}
+
+
+def _size(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -82,7 +82,7 @@ class CountingTogether:
 
 
 def _say(real: Tensor, ids: Tensor, runners: Sequence[tuple[Counting, int]]) -> None:
-    """Write over `real` [n, V]: what follows `ids` [n], which are so many rows of each of the runners, all with one `keep`."""
+    """Write over `real` [n, V] what follows `ids` [n], so many rows of each of the runners, all with one `keep`."""
     after = (ids[:, None] + 1 + torch.arange(RANKS, device=ids.device)) % VOCAB
     real.zero_()
     worth = torch.arange(RANKS, 0, -1, device=real.device, dtype=real.dtype)

@@ -122,7 +122,10 @@ def verified_part(bench: Bench) -> Iterator[Step]:
             targets = [target for target, _ in some]
             choice = Sequential(model="shape", window=WINDOW)
             plain, drafted, load = list[float](), list[float](), Watched()
-            for seed in [0, *seeds(given)]:  # in the first the load is tried and steps are captured; it is dropped
+            for seed in [
+                0,
+                *seeds(given),
+            ]:  # in the first the load is tried and steps are captured; it is dropped
                 if seed == 1:
                     load.windows.clear()
                     load.kept = load.tried = 0
@@ -143,7 +146,7 @@ def verified_part(bench: Bench) -> Iterator[Step]:
         return run
 
     for count, share in SEQUENCES:
-        yield Step(f"verified:{count}", 45.0, of(count, share))
+        yield Step(f"verified:{count}", 45.0 if count < 16 else 90.0, of(count, share))
 
 
 def pace(

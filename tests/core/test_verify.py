@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.core.decoding.draft import Proposal, accept, draw, judge
-from mmaccel.core.decoding.draft_step import resize
+from mmaccel.core.decoding.draft import Proposal, accept, draw, judge, resize
 from mmaccel.core.errors import DraftError
 from tests.core.toy import count_triples, g_test
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.adapter import Runner
-from mmaccel.core.decoding.draft_step import DraftStep, sent
+from mmaccel.core.decoding.draft import DraftStep, sent
 from mmaccel.core.decoding.generate import Offer, Speculation
 from mmaccel.core.decoding.load import Load
 from mmaccel.core.prefill.attention import ForwardPass
@@ -153,8 +153,7 @@ class Batch:
                         offers[one] = over.value
             given, groups = {}, defaultdict[Any, list[Speculation]](list)
             wanted = [
-                (one, each.runner, each.ids[None], self._join(each.runner))
-                for one, each in asked.items()
+                (one, each.runner, each.ids[None], self._join(each.runner)) for one, each in asked.items()
             ]
             for one, logits in self._steps(wanted):
                 given[one] = last = logits if isinstance(logits, Exception) else logits[0, -1:]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Runner
-from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, accept, accept_tree, check
-from mmaccel.core.decoding.draft_step import DraftStep, alone
+from mmaccel.core.decoding.draft import DraftState, DraftStep, Prompt, Proposal, accept, alone, check
+from mmaccel.core.decoding.trees import accept_tree
 from mmaccel.core.errors import DraftError, ModelError, shown, warn
 from mmaccel.core.report import Rounds
 
@@ -164,11 +164,9 @@ class Speculation:
 
     @torch.no_grad()
     def offer(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
-        """What the target's next step runs: the last token and the draft's proposal, and how they branch; None: nothing,
-        for a prompt gives the first token. The draft's own steps are yielded. `take` has to follow.
-
-        most  tokens of the draft at most, if it can choose; 0: it rests
-        """
+        """What the target's next step runs: the last token and the draft's proposal (of `most` tokens at most, if it can
+        choose; 0: it rests), and how they branch; None: nothing, for a prompt gives the first token. The draft's own steps
+        are yielded. `take` has to follow."""
         self._proposal, self._rests = Proposal.empty(), most == 0
         if self._first is not None:
             return None
@@ -232,7 +230,8 @@ class Speculation:
             committed, path = accept_tree(proposal, logits, ids[0], prompt.warp, prompt.generator)
             taken = torch.cat([path.new_zeros(1), path + 1])
             self.target.accept(taken)
-            self._note(proposal, path.numel())
+            self.judged = proposal.ids.numel(), path.numel()
+            self._meter.round(*self.judged)
             return committed, path.numel(), logits[taken.to(logits.device)]
         with self._draft.dropping() as draft:
             if draft is not None and not self._rests:
@@ -246,12 +245,9 @@ class Speculation:
         except DraftError as error:
             self._draft.drop(error)
             committed, kept = accept(Proposal.empty(), logits[:1], ids[0], prompt.warp, prompt.generator)
-        self._note(proposal, kept)
-        return committed, kept, logits
-
-    def _note(self, proposal: Proposal, kept: int) -> None:
         self.judged = proposal.ids.numel(), kept
         self._meter.round(*self.judged)
+        return committed, kept, logits
 
     @property
     def adapts(self) -> bool:

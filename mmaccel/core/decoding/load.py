@@ -22,8 +22,8 @@ class Load:
     of two).
 
     A window's worth is what its rounds commit, by the share of drafted tokens that targets keep, over the median of the
-    seconds that they took. Windows are tried from none on, as long as each is worth more than the one before it; so at a load
-    at which verifying costs more than it gains the draft rests.
+    seconds that they took. Windows are tried from none on, as long as each is worth more than the one before it. So where
+    many sequences make verifying cost more than it gains, the draft rests.
     """
 
     def __init__(self) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, draw
-from mmaccel.core.decoding.draft_step import Drafting, DraftStep, alone
+from mmaccel.core.decoding.draft import Drafting, DraftState, DraftStep, Prompt, Proposal, alone, draw
 from mmaccel.core.errors import RecipeError, check_least, shown
 from mmaccel.core.registry import register
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy

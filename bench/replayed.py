@@ -36,6 +36,7 @@ from mmaccel.models import step as steps
 from mmaccel.models.attention import cache_of
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
+from mmaccel.models.together import StepsTogether
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
 
@@ -64,14 +65,33 @@ class Counting(HFRunner):
 
     def _said(self, real: Tensor, ids: Tensor) -> Tensor:
         """`real` [1, n, V], written over: what follows `ids` [1, n]."""
-        after = (ids[0, :, None] + 1 + torch.arange(RANKS, device=ids.device)) % VOCAB
-        real.zero_()
-        worth = torch.arange(RANKS, 0, -1, device=real.device, dtype=real.dtype)
-        real[0].scatter_(1, after, worth.expand(len(after), RANKS))
-        if self.keep is not None and self.keep < 1:
-            rank = verdicts(len(after), self.keep, self.dice).to(ids.device)
-            real[0].scatter_(1, after.gather(1, rank[:, None]), float(2 * RANKS))
+        _say(real[0], ids[0], [(self, ids.shape[1])])
         return real
+
+
+class CountingTogether:
+    """Steps that counting runners of one model share, whose answers are written over, too; see `Runner.together`."""
+
+    def __init__(self, runner: HFRunner) -> None:
+        self.steps = StepsTogether(runner)
+
+    def __call__(self, runners: Sequence[Counting], ids: Sequence[Tensor]) -> Sequence[Tensor]:
+        counts = [one.shape[1] for one in ids]
+        real = torch.cat(self.steps(runners, ids), 1)
+        _say(real[0], torch.cat(list(ids), 1)[0], list(zip(runners, counts, strict=True)))
+        return real.split(counts, 1)
+
+
+def _say(real: Tensor, ids: Tensor, runners: Sequence[tuple[Counting, int]]) -> None:
+    """Write over `real` [n, V] what follows `ids` [n], so many rows of each of the runners, all with one `keep`."""
+    after = (ids[:, None] + 1 + torch.arange(RANKS, device=ids.device)) % VOCAB
+    real.zero_()
+    worth = torch.arange(RANKS, 0, -1, device=real.device, dtype=real.dtype)
+    real.scatter_(1, after, worth.expand(len(after), RANKS))
+    keep = runners[0][0].keep
+    if keep is not None and keep < 1:
+        rank = torch.cat([verdicts(count, keep, one.dice) for one, count in runners]).to(ids.device)
+        real.scatter_(1, after.gather(1, rank[:, None]), float(2 * RANKS))
 
 
 def verdicts(count: int, keep: float, dice: torch.Generator) -> Tensor:

@@ -162,18 +162,7 @@ def test_the_pipeline_runs_in_two_processes(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     shape = "llava-onevision-0.5b"
     run(
-        *(
-            "bench/decode_gpu.py",
-            "pipeline",
-            "--device",
-            "cpu",
-            "--layers",
-            "1",
-            "--target",
-            shape,
-            "--draft",
-            shape,
-        ),
+        *f"bench/decode_gpu.py pipeline --device cpu --layers 1 --target {shape} --draft {shape}".split(),
         *("--shrink", "128", "--windows", "3", "--tokens", "12800", "--draws", "1", "--repeats", "2"),
         *(
             "--only",
@@ -259,35 +248,8 @@ def test_a_question_fits_its_shape(shape: str) -> None:
 def test_ratios_and_a_target_over_devices(tmp_path: Path) -> None:
     """The rows of Tables 3 and 5, and the whole way with a target whose layers are dealt out; at sizes that say nothing."""
     shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
-    few = (
-        "--device",
-        "cpu",
-        "cpu",
-        "--draft-device",
-        "cpu",
-        "--target",
-        shape,
-        "--draft",
-        shape,
-        "--shrink",
-        "128",
-        "--windows",
-        "3",
-        "--tokens",
-        "6400",
-    )
-    more = (
-        "--draws",
-        "1",
-        "--repeats",
-        "2",
-        "--limit",
-        "10000",
-        "--layers",
-        "2",
-        "--out",
-        str(out),
-    )
+    few = f"--device cpu cpu --draft-device cpu --target {shape} --draft {shape} --shrink 128 --windows 3 --tokens 6400".split()
+    more = f"--draws 1 --repeats 2 --limit 10000 --layers 2 --out {out}".split()
     run("bench/decode_gpu.py", "ratios", *few, *more)
     ratios = [row for row in read(out) if row.get("case") == "ratios"]
     assert [row["retention"] for row in ratios] == [1.0, 0.5, 0.1, 0.05, 0.01, 0.0]

@@ -123,19 +123,7 @@ def test_what_a_memory_does_not_tell_is_left_blank() -> None:
 
 
 def test_questions_are_piped(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
-    base = [
-        sys.executable,
-        "-m",
-        "mmaccel",
-        "watch",
-        clip,
-        "--model",
-        ov,
-        "--recipe",
-        "recent",
-        "--fps",
-        "0.25",
-    ]
+    base = [sys.executable, *f"-m mmaccel watch {clip} --model {ov} --recipe recent --fps 0.25".split()]
     done = subprocess.run(
         [*base, "--max-new-tokens", "1", "--json"],
         input="how many ?\n\nwhat was first ?@20\r\nwhat was last ?@500\n",

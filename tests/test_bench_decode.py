@@ -164,14 +164,7 @@ def test_the_pipeline_runs_in_two_processes(tmp_path: Path) -> None:
     run(
         *f"bench/decode_gpu.py pipeline --device cpu --layers 1 --target {shape} --draft {shape}".split(),
         *("--shrink", "128", "--windows", "3", "--tokens", "12800", "--draws", "1", "--repeats", "2"),
-        *(
-            "--only",
-            "pipeline:steps",
-            "pipeline:alone",
-            "pipeline:parallel",
-            "pipeline:sequential",
-            "pipeline:tree",
-        ),
+        *("--only", *(f"pipeline:{way}" for way in ("steps", "alone", "parallel", "sequential", "tree"))),
         *("--limit", "10000", "--out", str(out)),
     )
     rows = {row["case"]: row for row in read(out) if "case" in row}
@@ -238,7 +231,7 @@ def test_sequences_together_are_held_against_one_at_a_time(tmp_path: Path) -> No
 def test_a_question_fits_its_shape(shape: str) -> None:
     """As many marks as a video has tokens, for both families: else the whole way of a prompt is no row."""
     asked = replayed.question(shape, 3 * 196, "cpu")
-    model = replayed.model_of(shape, "cpu", 1)
+    model = replayed.model_of(shape, "meta", 1)
     layout = adapter_for(model).layout(model, asked)
     assert int((layout.frame[0] >= 0).sum()) == 3 * 196
     assert layout.length in (3 * 196 + 2 * replayed.LATER, 3 * 196 + 1 + 2 * replayed.LATER)

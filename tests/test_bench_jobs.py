@@ -153,7 +153,7 @@ def broken_off(command: list[str], out: Path, what: str) -> list[dict[str, Any]]
     return timing.read_rows([out])
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_memories_end_at_an_interrupt(processes: str, shipped: Callable[[str], str], tmp_path: Path) -> None:
     command = ["bench/memories.py", "--model", shipped("tiny-qwen"), "--device", "cpu", "--frames", "24"]
     command += ["--budgets", "4", "--window", "6", "--memory", "mosaic init=8", "rekv", "--worlds", "4000"]

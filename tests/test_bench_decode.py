@@ -241,8 +241,8 @@ def test_a_question_fits_its_shape(shape: str) -> None:
 def test_ratios_and_a_target_over_devices(tmp_path: Path) -> None:
     """The rows of Tables 3 and 5, and the whole way with a target whose layers are dealt out; at sizes that say nothing."""
     shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
-    few = f"--device cpu cpu --draft-device cpu --target {shape} --draft {shape} --shrink 128 --windows 3 --tokens 6400".split()
-    more = f"--draws 1 --repeats 2 --limit 10000 --layers 2 --out {out}".split()
+    few = f"--device cpu cpu --draft-device cpu --target {shape} --draft {shape} --shrink 128".split()
+    more = f"--windows 3 --tokens 6400 --draws 1 --repeats 2 --limit 10000 --layers 2 --out {out}".split()
     run("bench/decode_gpu.py", "ratios", *few, *more)
     ratios = [row for row in read(out) if row.get("case") == "ratios"]
     assert [row["retention"] for row in ratios] == [1.0, 0.5, 0.1, 0.05, 0.01, 0.0]

@@ -90,7 +90,12 @@ def test_what_did_not_happen_in_a_stream_is_told(main: Callable[..., None]) -> N
 def test_systems_alone_and_together_come_to_a_table(main: Callable[..., None], tmp_path: Path) -> None:
     names = ("nothing", "memory", "sparse + memory", "sparse + memory + draft")
     out, table = tmp_path / "systems.jsonl", tmp_path / "table.md"
-    few = [*FEW[:3], "48", *FEW[4:10], *"--cards 7 --scenes 2 --kinds order --told 6 --worlds 1".split()]
+    few = [
+        *FEW[:3],
+        "48",
+        *FEW[4:10],
+        *["--cards", "7", "--scenes", "2", "--kinds", "order", "--told", "6", "--worlds", "1"],
+    ]
     main([*few, "--plan", "systems", "--memory", *names, "--out", str(out), "--table", str(table)])
     watched = {row["memory"]: row for row in rows(out) if row.get("what") == "watch"}
     assert watched["memory"]["counters"]["ingested"] == watched["memory"]["frames"] == 48

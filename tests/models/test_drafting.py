@@ -51,41 +51,6 @@ def test_a_draft_without_the_video_would_be_refused_somewhere(family):
     assert report.draft["accepted"] < report.draft["proposed"]
 
 
-def test_a_window_memory_gives_its_own_tokens_with_and_without_a_draft(family):
-    name, model = family
-    inputs = prompt(name, PIECES["long"])
-    memory = {"name": "window", "sinks": 4, "window": 24, "margin": 8}
-    with mmaccel.accelerate(model, kv=memory):
-        alone = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    with mmaccel.accelerate(model, kv=memory, draft=Sequential(model=copy.deepcopy(model), window=4)):
-        assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), alone)
-    assert not torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), alone)
-
-
-def test_stop_criteria_and_streaming_are_the_plain_ones(family):
-    name, model = family
-    inputs = prompt(name, PIECES["video"])
-    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    start = inputs["input_ids"].shape[1]
-    stop = int(plain[0, start + 6])
-
-    class Listener:
-        def __init__(self):
-            self.heard, self.ended = [], False
-
-        def put(self, value):
-            self.heard += value.reshape(-1).tolist()
-
-        def end(self):
-            self.ended = True
-
-    listener = Listener()
-    want = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=stop)
-    twin = Sequential(model=copy.deepcopy(model), window=5)
-    ids, _ = drafted(model, inputs, twin, do_sample=False, eos_token_id=stop, streamer=listener)
-    assert torch.equal(ids, want) and listener.heard == ids[0].tolist() and listener.ended
-
-
 class Letters:
     """A tokenizer as far as stop strings go: token n is the letter n."""
 

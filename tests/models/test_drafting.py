@@ -109,22 +109,6 @@ def test_the_report_is_of_the_target_s_memory_when_it_drafts_for_itself(family):
     assert report.prompt_tokens == inputs["input_ids"].shape[1]
 
 
-def test_sampling_with_a_seed_runs_and_accepts_its_twin(family):
-    name, model = family
-    inputs = prompt(name, PIECES["video"])
-    torch.manual_seed(0)
-    ids, report = drafted(
-        model,
-        inputs,
-        Sequential(model=copy.deepcopy(model), window=4),
-        do_sample=True,
-        temperature=1.3,
-        top_k=0,
-    )
-    assert report.draft["accepted"] == report.draft["proposed"] > 0
-    assert ids.shape[1] == inputs["input_ids"].shape[1] + 24
-
-
 @pytest.mark.parametrize("where", ["call", "model", "config"])
 def test_lengths_of_a_padded_prompt_count_its_padding(family, where):
     """As `generate` alone does: `max_length` is that of the padded sequence."""
@@ -176,18 +160,3 @@ def test_a_processor_that_counts_its_calls_is_refused(family, given):
     if given == "watermarking_config":
         with mmaccel.accelerate(model):
             assert model.generate(**inputs, **options).shape[1] == inputs["input_ids"].shape[1] + 4
-
-
-def test_what_a_draft_cannot_do_is_told(family):
-    name, model = family
-    draft = Sequential(model=copy.deepcopy(model), window=4)
-    with mmaccel.accelerate(model, draft=draft):
-        single = prompt(name, PIECES["text"])
-        with pytest.raises(DraftError, match="output_hidden_states"):
-            model.generate(
-                **single, max_new_tokens=4, return_dict_in_generate=True, output_hidden_states=True
-            )
-        with pytest.raises(DraftError, match="custom_generate"):
-            model.generate(
-                **single, max_new_tokens=4, custom_generate=lambda model, input_ids, **rest: input_ids
-            )

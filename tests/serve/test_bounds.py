@@ -19,9 +19,8 @@ import mmaccel
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.recipe import Recipe
 from mmaccel.media.video import write_jpeg
-from mmaccel.serve import copies
+from mmaccel.serve import copies, sources
 from mmaccel.serve import engine as engines
-from mmaccel.serve import sources
 from mmaccel.serve.kept import KeptVideos
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Settings

@@ -24,8 +24,9 @@ import replayed
 from timing import Log, compare
 
 from mmaccel.backends import select
-from mmaccel.core.decoding.draft import judge, judge_tree
+from mmaccel.core.decoding.draft import judge
 from mmaccel.core.decoding.replay import captured
+from mmaccel.core.decoding.trees import judge_tree
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe

@@ -23,6 +23,7 @@ lossy     the same of a target under each lossy pruner, as it comes and without 
 batch     several prompts at once through `generate`, replayed acceptance, target and draft on one device: plain steps of the
           batch beside a draft in turns and one that `in_batches` lets draft where it was measured to be faster
 together  sequences of calls of their own in steps that they share, beside one at a time (together.py)
+verified  the same with a draft of each, replayed acceptance, judged in shared steps, beside plain shared steps (together.py)
 
 A target that fills one device and some of a second, the draft beside it there: --device cuda:0 cuda:0 cuda:0 cuda:1
 --draft-device cuda:1.
@@ -53,7 +54,7 @@ from pipeline import pipeline_part, sharded_part
 from replayed import after
 from steps import Step, run_steps
 from timing import Log, compare, measure
-from together import together_part
+from together import together_part, verified_part
 
 from mmaccel.cli import answer
 from mmaccel.core.attach import accelerate, adapter_for
@@ -314,6 +315,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Step]]] = {
     "lossy": lossy_part,
     "batch": batch_part,
     "together": together_part,
+    "verified": verified_part,
 }
 
 

@@ -90,8 +90,6 @@ WINDOW_ALONE = _mosaic("window alone", encode_frames=0)
 """What passes see is the window: the default, called "mosaic", of rows from before passes retrieved."""
 
 SPARSE: dict[str, Any] = {"sparse": {"name": "per_head", "table": "shipped"}}
-if torch.cuda.is_available():  # where "auto" would find that no pattern pays on models so small
-    SPARSE["backend"] = "triton"
 DRAFT = {"draft": {"name": "sequential", "kv": {"name": "mosaic", "window": 16, "local": 8}}}
 
 
@@ -203,9 +201,13 @@ def watches_of(processor: Any, options: argparse.Namespace) -> dict[tuple[str, i
 
 def chosen(options: argparse.Namespace) -> list[Memory]:
     """The memories of a run: those named, or the plan's."""
-    plan = PLANS[options.plan]
-    by = {one if isinstance(one, str) else one["label"]: one for one in plan}
-    return [by.get(name) or memory_of(name) for name in options.memory or by]
+    by = {one if isinstance(one, str) else one["label"]: one for one in PLANS[options.plan]}
+    found = [by.get(name) or memory_of(name) for name in options.memory or by]
+    for one in found if torch.device(options.device).type == "cuda" else ():
+        if isinstance(one, dict) and "sparse" in one.get("beside", ()):
+            # "auto" would find that no pattern pays on models so small.
+            one["beside"] = {"backend": "triton", **one["beside"]}
+    return found
 
 
 def worlds(options: argparse.Namespace) -> list[tuple[int, int]]:

@@ -54,8 +54,8 @@ class InTurns(Drafter):
         runner: Any = self._runner
         runner.truncate(prompt.inputs["assumed"][0])
         self._warp, self._generator = None, None
-        self._ids, self._left = prompt.ids[0], prompt.max_new_tokens
-        self._pending = self._ids[:0]
+        self._left, self._prompt = prompt.max_new_tokens, prompt.ids.shape[1]
+        self._tokens, self._late = [prompt.ids[0]], [prompt.ids[0, :0]]
 
 
 class InTrees(_Gardener):
@@ -176,7 +176,8 @@ def timed_step(
 
         times = measure(run, warmup=3, repeats=bench.given.repeats, device=model.device)
         row = {**told, "columns": columns, "rows": count, "floor_s": floor, "read_rate": bench.rate}
-        found.append({**row, **times.row(), "of_floor": times.median / floor})
+        told_of = {"of_floor": times.median / floor, "captured": runner.steps is not None}
+        found.append({**row, **times.row(), **told_of})
     return found
 
 

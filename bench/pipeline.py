@@ -92,7 +92,9 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
             for seed in [0, *seeds(given)]:  # the first captures what is left, and is dropped
                 own: DraftState
                 if kind == "sequential":
-                    own = InTurns(small, device, given.windows[0], replayed.VOCAB)
+                    own = InTurns(
+                        small, device, Sequential(model="shape", window=given.windows[0]), replayed.VOCAB
+                    )
                 else:
                     own = InTrees(small, device, Tree(model="shape"), replayed.VOCAB)
                 short = bench.tokens if seed else 48

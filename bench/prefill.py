@@ -103,10 +103,12 @@ class Prompt:
         self.device = first.device
         self.layout = layout_of(Case(tokens, {}, islands=min(32, tokens // 64)), FRAME, first.device)
         generator = torch.Generator(first.device).manual_seed(0)
-        hidden = adapter_for(model).geometry(model).hidden
+        self.family: Any = adapter_for(model)
+        hidden = self.family.geometry(model).hidden
         self.embeds = torch.empty(1, tokens, hidden, dtype=first.dtype, device=first.device)
         self.embeds.normal_(0, 0.02, generator=generator)
-        self.positions = torch.arange(tokens, device=first.device).expand(3, 1, tokens)
+        axes = (3,) if self.family.mrope else ()
+        self.positions = torch.arange(tokens, device=first.device).expand(*axes, 1, tokens)
 
     def run(self, recipe: Recipe) -> tuple[Callable[[], None], mmaccel.Accelerated]:
         """A call that prefills the language model under a recipe, keys and values kept, and the handle to be detached."""
@@ -115,13 +117,13 @@ class Prompt:
 
     def call(self, fast: mmaccel.Accelerated) -> Callable[[], None]:
         """The same under a recipe that is attached."""
-        from mmaccel.models.attention import KVCache
+        from mmaccel.models.attention import cache_of
         from mmaccel.models.hf import NOTE, Note
 
         text = fast.adapter.text(self.model)
 
         def run() -> None:
-            cache = KVCache(fast.open_state(), fast.view.geometry.layers)
+            cache = cache_of(self.model, self.family, fast.open_state())
             told = {NOTE: Note(layout=self.layout), "past_key_values": cache, "use_cache": True}
             with torch.no_grad():
                 text(inputs_embeds=self.embeds, position_ids=self.positions, **told)

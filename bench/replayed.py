@@ -33,8 +33,10 @@ from mmaccel.core.decoding.worker import READY, Wire, Worker
 from mmaccel.models import decode as decoding
 from mmaccel.models import drafting, runner, shapes
 from mmaccel.models import step as steps
+from mmaccel.models.attention import cache_of
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
+from mmaccel.models.together import StepsTogether
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
 
@@ -63,14 +65,33 @@ class Counting(HFRunner):
 
     def _said(self, real: Tensor, ids: Tensor) -> Tensor:
         """`real` [1, n, V], written over: what follows `ids` [1, n]."""
-        after = (ids[0, :, None] + 1 + torch.arange(RANKS, device=ids.device)) % VOCAB
-        real.zero_()
-        worth = torch.arange(RANKS, 0, -1, device=real.device, dtype=real.dtype)
-        real[0].scatter_(1, after, worth.expand(len(after), RANKS))
-        if self.keep is not None and self.keep < 1:
-            rank = verdicts(len(after), self.keep, self.dice).to(ids.device)
-            real[0].scatter_(1, after.gather(1, rank[:, None]), float(2 * RANKS))
+        _say(real[0], ids[0], [(self, ids.shape[1])])
         return real
+
+
+class CountingTogether:
+    """Steps that counting runners of one model share, whose answers are written over, too; see `Runner.together`."""
+
+    def __init__(self, runner: HFRunner) -> None:
+        self.steps = StepsTogether(runner)
+
+    def __call__(self, runners: Sequence[Counting], ids: Sequence[Tensor]) -> Sequence[Tensor]:
+        counts = [one.shape[1] for one in ids]
+        real = torch.cat(self.steps(runners, ids), 1)
+        _say(real[0], torch.cat(list(ids), 1)[0], list(zip(runners, counts, strict=True)))
+        return real.split(counts, 1)
+
+
+def _say(real: Tensor, ids: Tensor, runners: Sequence[tuple[Counting, int]]) -> None:
+    """Write over `real` [n, V] what follows `ids` [n], so many rows of each of the runners, all with one `keep`."""
+    after = (ids[:, None] + 1 + torch.arange(RANKS, device=ids.device)) % VOCAB
+    real.zero_()
+    worth = torch.arange(RANKS, 0, -1, device=real.device, dtype=real.dtype)
+    real.scatter_(1, after, worth.expand(len(after), RANKS))
+    keep = runners[0][0].keep
+    if keep is not None and keep < 1:
+        rank = torch.cat([verdicts(count, keep, one.dice) for one, count in runners]).to(ids.device)
+        real.scatter_(1, after.gather(1, rank[:, None]), float(2 * RANKS))
 
 
 def verdicts(count: int, keep: float, dice: torch.Generator) -> Tensor:
@@ -87,16 +108,19 @@ def model_of(shape: str, device: str, layers: int | None = None, devices: Sequen
 
 
 def after(
-    model: nn.Module, columns: int, rows: Sequence[int] = ROWS, count: int = 1, **choices: Any
+    model: nn.Module, columns: int, rows: Sequence[int] | None = None, count: int = 1, **choices: Any
 ) -> Counting:
-    """`model` at work after `columns` assumed columns of `count` sequences: its cache is filled with small numbers."""
-    family, cache = adapter_for(model), DynamicCache()
-    shape = family.geometry(model)
+    """`model` at work after `columns` assumed columns of `count` sequences: its cache is filled with small numbers. `rows`:
+    of captured steps; None: the usual ones, where the model's layers admit them."""
+    family: Any = adapter_for(model)
+    shape, cache = family.geometry(model), cache_of(model, family)
     size = (count, shape.kv_heads, columns, shape.head_dim)
-    for number, layer in enumerate(family.layers(model)):
+    for layer in family.attentions(model):
         like = next(layer.parameters())
         pair = (torch.empty(size, dtype=like.dtype, device=like.device).normal_(0, 0.02) for _ in range(2))
-        cache.update(*pair, number)
+        cache.update(*pair, layer.layer_idx)
+    if rows is None:
+        rows = ROWS if decoding.admits(model, family, cache, also=("cpu",)) else ()
     return Counting(model, family, cache, rows, **choices)
 
 
@@ -116,10 +140,12 @@ def batched(model: nn.Module, columns: int, count: int) -> Callable[[], object]:
 
 
 def cache_bytes(model: nn.Module, columns: int) -> int:
-    """What `columns` columns hold in all layers."""
-    shape = adapter_for(model).geometry(model)
+    """What `columns` columns hold in all layers, and running states twice, which a step reads and writes."""
+    family: Any = adapter_for(model)
+    shape = family.geometry(model)
     each = shape.kv_heads * shape.head_dim * next(model.parameters()).dtype.itemsize
-    return 2 * shape.layers * columns * each
+    states = (one.num_v_heads * one.head_k_dim * one.head_v_dim for one in family.states(model).values())
+    return 2 * shape.layers * columns * each + 2 * torch.float32.itemsize * sum(states)
 
 
 def warm(runner: Runner, rows: Sequence[int], device: torch.device) -> None:

@@ -34,7 +34,8 @@ from mmaccel.backends import select
 from mmaccel.backends.ops.block_lists import reach
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.contract import memory as contract
-from mmaccel.core.decoding.draft import Proposal, accept, accept_tree
+from mmaccel.core.decoding.draft import Proposal, accept
+from mmaccel.core.decoding.trees import accept_tree
 from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy
 from mmaccel.core.prefill.sparse import attend_plan

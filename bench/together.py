@@ -2,6 +2,9 @@
 
 python bench/decode_gpu.py together --target qwen2.5-vl-7b --device cuda:0 --tokens 256 --out ...
 python bench/decode_gpu.py together --target llava-onevision-0.5b --device cpu --layers 2 --shrink 64 --out ...
+python bench/decode_gpu.py verified --target llava-onevision-7b --draft llava-onevision-0.5b --keep 0.8 --out ...
+
+The second part has a draft for each sequence, with replayed acceptance, beside plain steps of the same batch.
 """
 
 from __future__ import annotations
@@ -9,22 +12,26 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from pair import Bench, tell
-from replayed import after, assumed, cache_bytes, wait
+from pair import Bench, InTurns, seeds, spread, tell
+from replayed import VOCAB, Counting, CountingTogether, after, assumed, cache_bytes, wait
 from steps import Step
 from timing import Log, measure
 
 from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.batch import Batch
+from mmaccel.core.decoding.draft import DraftState
 from mmaccel.core.decoding.generate import Speculation
+from mmaccel.core.decoding.load import Load
 from mmaccel.core.report import Meter
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.together import StepsTogether
+from mmaccel.policies.draft import Sequential
 
 COUNTS = (1, 2, 4, 8)
 """Sequences at once."""
@@ -45,7 +52,7 @@ def together_part(bench: Bench) -> Iterator[Step]:
             said += paces[-1][1]
         one = statistics.median(alone)
         for runner in runners:
-            runner.together = StepsTogether.of(runner, runners[0].together)
+            runner.together = runners[0].together or StepsTogether.of(runner)
         for count in COUNTS:
             some = runners[:count]
             taken = [pace(some, columns, bench.tokens) for _ in range(1 + min(options.repeats, 3))][1:]
@@ -71,21 +78,102 @@ def together_part(bench: Bench) -> Iterator[Step]:
     yield Step("together", 60.0, run)
 
 
-def pace(runners: Sequence[HFRunner], columns: int, tokens: int) -> tuple[float, list[torch.Tensor]]:
+SEQUENCES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 4), (32, 4))
+"""Sequences at once, and by what the columns of each are divided."""
+WINDOW = 7
+"""Tokens that a draft proposes at most, as often as that pays."""
+
+
+class Watched(Load):
+    """Counts rounds by their window, and what targets kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows, self.kept, self.tried = Counter[int](), 0, 0
+
+    def took(self, count: int, window: int, seconds: float, judged: Sequence[tuple[int, int]]) -> None:
+        self.windows[window] += 1
+        self.kept += sum(kept for _, kept in judged)
+        self.tried += sum(kept + (kept < proposed) for proposed, kept in judged)
+        super().took(count, window, seconds, judged)
+
+
+def verified_part(bench: Bench) -> Iterator[Step]:
+    """Each sequence has a draft, all on the target's device: drafts propose in shared steps, as many tokens as pay at that
+    load, and one step of the target judges them all; beside it the same batch without drafts, in turns."""
+    seated: dict[int, list[tuple[Counting, Counting]]] = {}
+
+    def seats(columns: int, count: int) -> list[tuple[Counting, Counting]]:
+        for other in seated.keys() - {columns}:
+            del seated[other]
+        some = seated.setdefault(columns, [])
+        while len(some) < count:
+            both = (after(bench.target, columns, keep=bench.given.keep), after(bench.small, columns))
+            for number, runner in enumerate(both):
+                runner.memory()  # takes the columns over
+                runner.together = some[0][number].together if some else CountingTogether(runner)
+            some.append(both)
+        return some[:count]
+
+    def of(count: int, share: int) -> Callable[[argparse.Namespace, Log], None]:
+        def run(options: argparse.Namespace, log: Log) -> None:
+            columns = max(bench.columns // share, 64)
+            some, given = seats(columns, count), bench.given
+            targets = [target for target, _ in some]
+            choice = Sequential(model="shape", window=WINDOW)
+            plain, drafted, load = list[float](), list[float](), Watched()
+            for seed in [
+                0,
+                *seeds(given),
+            ]:  # in the first the load is tried and steps are captured; it is dropped
+                if seed == 1:
+                    load.windows.clear()
+                    load.kept = load.tried = 0
+                for seat, target in enumerate(targets):
+                    target.dice.manual_seed(1000 * seed + seat)
+                plain.append(pace(targets, columns, bench.tokens)[0])
+                drafts = [InTurns(draft, bench.device, choice, VOCAB) for _, draft in some]
+                drafted.append(pace(targets, columns, bench.tokens, drafts, load)[0])
+            mean, error = spread(drafted[1:])
+            bare, _ = spread(plain[1:])
+            told = {"target": given.target, "draft": given.draft, "keep": given.keep, "sequences": count}
+            told |= {"columns": columns, "tokens": bench.tokens, "draws": given.draws, "plain_per_s": bare}
+            told |= {"drafted_per_s": mean, "error_per_s": error, "over_plain": mean / bare}
+            told |= {"first_over_plain": drafted[0] / plain[0], "plain_each": plain, "drafted_each": drafted}
+            told |= {"kept_share": load.kept / max(load.tried, 1), "rounds_by_window": dict(load.windows)}
+            tell(log, case="verified", **told, window_ms=load.times(count))
+
+        return run
+
+    for count, share in SEQUENCES:
+        yield Step(f"verified:{count}", 45.0 if count < 16 else 90.0, of(count, share))
+
+
+def pace(
+    runners: Sequence[HFRunner],
+    columns: int,
+    tokens: int,
+    drafts: Sequence[DraftState] = (),
+    load: Load | None = None,
+) -> tuple[float, list[torch.Tensor]]:
     """Tokens a second in all, after the first, of sequences that are decoded together, and what each said; those without a
     shared step take turns."""
-    device, sequences = runners[0].model.device, []
+    device, sequences, batch = runners[0].model.device, [], Batch()
+    batch.load = load or batch.load
     for seat, runner in enumerate(runners):
         runner.truncate(columns)
         said = assumed(columns, tokens, seat, device)
         end = said.ids.shape[1] + tokens
-        first = torch.nn.functional.one_hot(said.ids[:, -1], 1000).float()
+        first = torch.nn.functional.one_hot(said.ids[:, -1], VOCAB).float()
         stop = lambda out, end=end: out.shape[1] >= end  # noqa: E731
-        sequences.append(Speculation(runner, None, said, first, stop=stop, meter=Meter().sequence()))
+        draft = drafts[seat] if drafts else None
+        if draft is not None:
+            draft.begin(said)
+        sequences.append(Speculation(runner, draft, said, first, stop=stop, meter=Meter().sequence()))
         sequences[-1].advance()
     wait(device)
     began = time.perf_counter()
-    Batch().run(sequences)
+    batch.run(sequences)
     wait(device)
     return (tokens - 1) * len(runners) / (time.perf_counter() - began), [
         one.ids[0].cpu() for one in sequences

@@ -162,27 +162,9 @@ def test_the_pipeline_runs_in_two_processes(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     shape = "llava-onevision-0.5b"
     run(
-        *(
-            "bench/decode_gpu.py",
-            "pipeline",
-            "--device",
-            "cpu",
-            "--layers",
-            "1",
-            "--target",
-            shape,
-            "--draft",
-            shape,
-        ),
+        *f"bench/decode_gpu.py pipeline --device cpu --layers 1 --target {shape} --draft {shape}".split(),
         *("--shrink", "128", "--windows", "3", "--tokens", "12800", "--draws", "1", "--repeats", "2"),
-        *(
-            "--only",
-            "pipeline:steps",
-            "pipeline:alone",
-            "pipeline:parallel",
-            "pipeline:sequential",
-            "pipeline:tree",
-        ),
+        *("--only", *(f"pipeline:{way}" for way in ("steps", "alone", "parallel", "sequential", "tree"))),
         *("--limit", "10000", "--out", str(out)),
     )
     rows = {row["case"]: row for row in read(out) if "case" in row}
@@ -249,7 +231,7 @@ def test_sequences_together_are_held_against_one_at_a_time(tmp_path: Path) -> No
 def test_a_question_fits_its_shape(shape: str) -> None:
     """As many marks as a video has tokens, for both families: else the whole way of a prompt is no row."""
     asked = replayed.question(shape, 3 * 196, "cpu")
-    model = replayed.model_of(shape, "cpu", 1)
+    model = replayed.model_of(shape, "meta", 1)
     layout = adapter_for(model).layout(model, asked)
     assert int((layout.frame[0] >= 0).sum()) == 3 * 196
     assert layout.length in (3 * 196 + 2 * replayed.LATER, 3 * 196 + 1 + 2 * replayed.LATER)
@@ -259,35 +241,8 @@ def test_a_question_fits_its_shape(shape: str) -> None:
 def test_ratios_and_a_target_over_devices(tmp_path: Path) -> None:
     """The rows of Tables 3 and 5, and the whole way with a target whose layers are dealt out; at sizes that say nothing."""
     shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
-    few = (
-        "--device",
-        "cpu",
-        "cpu",
-        "--draft-device",
-        "cpu",
-        "--target",
-        shape,
-        "--draft",
-        shape,
-        "--shrink",
-        "128",
-        "--windows",
-        "3",
-        "--tokens",
-        "6400",
-    )
-    more = (
-        "--draws",
-        "1",
-        "--repeats",
-        "2",
-        "--limit",
-        "10000",
-        "--layers",
-        "2",
-        "--out",
-        str(out),
-    )
+    few = f"--device cpu cpu --draft-device cpu --target {shape} --draft {shape} --shrink 128".split()
+    more = f"--windows 3 --tokens 6400 --draws 1 --repeats 2 --limit 10000 --layers 2 --out {out}".split()
     run("bench/decode_gpu.py", "ratios", *few, *more)
     ratios = [row for row in read(out) if row.get("case") == "ratios"]
     assert [row["retention"] for row in ratios] == [1.0, 0.5, 0.1, 0.05, 0.01, 0.0]

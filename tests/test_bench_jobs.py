@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests import SOURCES
+from tests.benches import begin
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
@@ -25,21 +26,6 @@ import memories  # noqa: E402
 import timing  # noqa: E402
 
 OPTIONS = argparse.Namespace(device="cpu", more="more")
-
-
-def _begin(options: argparse.Namespace) -> jobs.Rows:
-    """What comes of a job: who does it; -1 is raised, -2 ends the process, and -3 is at work for ever."""
-
-    def found(job: int) -> Iterator[tuple[int, int, str]]:
-        yield job, os.getpid(), f"{options.device} {options.more}"
-        if job == -1:
-            raise ValueError("minus one")
-        if job == -2:
-            os._exit(1)
-        while job == -3:
-            pass
-
-    return found
 
 
 def stat(path: Path) -> list[str]:
@@ -75,13 +61,13 @@ def until(told: Callable[[], bool], seconds: float) -> bool:
 
 
 def test_jobs_are_done_by_several_processes_and_by_this_one() -> None:
-    found = [row for row in jobs.rows(_begin, OPTIONS, range(8), 2) if row is not None]
+    found = [row for row in jobs.rows(begin, OPTIONS, range(8), 2) if row is not None]
     assert sorted(job for job, *_ in found) == list(range(8)) and {told for *_, told in found} == {"cpu more"}
     pids = {pid for _, pid, _ in found}
     assert os.getpid() not in pids and len(pids) <= 2 and until(lambda: not any(map(alive, pids)), 5)
-    here = list(jobs.rows(_begin, OPTIONS, [4, 5], 1))
+    here = list(jobs.rows(begin, OPTIONS, [4, 5], 1))
     assert here == [(4, os.getpid(), "cpu more"), (5, os.getpid(), "cpu more")]
-    assert not list(jobs.rows(_begin, OPTIONS, [], 2))
+    assert not list(jobs.rows(begin, OPTIONS, [], 2))
 
 
 def test_a_process_that_fails_or_dies_ends_all_in_a_sentence() -> None:
@@ -89,7 +75,7 @@ def test_a_process_that_fails_or_dies_ends_all_in_a_sentence() -> None:
     for job, told in ((-1, "ValueError: minus one"), (-2, "a process died; give fewer")):
         found = []
         with pytest.raises(SystemExit, match=told):
-            found += [row for row in jobs.rows(_begin, OPTIONS, [-3, job], 2) if row is not None]
+            found += [row for row in jobs.rows(begin, OPTIONS, [-3, job], 2) if row is not None]
         assert not jobs.multiprocessing.active_children()
 
 
@@ -105,11 +91,11 @@ SCRIPT = """
 import argparse, contextlib, sys
 from pathlib import Path
 import jobs
-from tests.test_bench_jobs import _begin
+from tests.benches import begin
 
 if __name__ == "__main__":
     with jobs.interruptible(Path("rows")):
-        with contextlib.closing(jobs.rows(_begin, argparse.Namespace(device="cpu", more=""), [-3] * 4, 2)) as coming:
+        with contextlib.closing(jobs.rows(begin, argparse.Namespace(device="cpu", more=""), [-3] * 4, 2)) as coming:
             for row in coming:
                 if row is not None:
                     print(row[1], flush=True)
@@ -167,7 +153,7 @@ def broken_off(command: list[str], out: Path, what: str) -> list[dict[str, Any]]
     return timing.read_rows([out])
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_memories_end_at_an_interrupt(processes: str, shipped: Callable[[str], str], tmp_path: Path) -> None:
     command = ["bench/memories.py", "--model", shipped("tiny-qwen"), "--device", "cpu", "--frames", "24"]
     command += ["--budgets", "4", "--window", "6", "--memory", "mosaic init=8", "rekv", "--worlds", "4000"]

@@ -94,16 +94,7 @@ def test_systems_alone_and_together_come_to_a_table(main: Callable[..., None], t
         *FEW[:3],
         "48",
         *FEW[4:10],
-        "--cards",
-        "7",
-        "--scenes",
-        "2",
-        "--kinds",
-        "order",
-        "--told",
-        "6",
-        "--worlds",
-        "1",
+        *["--cards", "7", "--scenes", "2", "--kinds", "order", "--told", "6", "--worlds", "1"],
     ]
     main([*few, "--plan", "systems", "--memory", *names, "--out", str(out), "--table", str(table)])
     watched = {row["memory"]: row for row in rows(out) if row.get("what") == "watch"}

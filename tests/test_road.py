@@ -21,6 +21,7 @@ from mmaccel import load_model, load_processor
 from mmaccel.cli.answer import ask, prompt
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shipped as tiny
+from mmaccel_lab.cli import main
 from mmaccel_lab.eval.caption import agreement, caption_cases, caption_scores
 from mmaccel_lab.eval.cases import Film, cases
 from mmaccel_lab.eval.needle import Judged, Tally, judge
@@ -61,10 +62,12 @@ def share(seen: list[Judged], recipe: str) -> float:
     return tally.share() or 0.0
 
 
-@pytest.mark.parametrize("samples", [2, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    [("tiny-qwen", 1), *(pytest.param(name, 5, marks=pytest.mark.slow) for name in TARGETS)],
+)
 def test_a_film_is_answered_rightly(name: str, samples: int, shipped: Shipped, loaded: Loaded) -> None:
-    """Three kinds of question about real H.264 files, under dense, a_shape and grid."""
+    """Three kinds of question about real H.264 files, under dense, a_shape and grid; the demonstration asks tiny-ov."""
     recipes = {one: Recipe.load(one) for one in ("dense", "a_shape-short", "grid")}
     seen = judged(loaded(shipped(name)), recipes, 128, samples)
     assert len(seen) == 3 * samples
@@ -130,9 +133,9 @@ def test_a_caption_is_known_token_by_token(name: str, shipped: Shipped, loaded: 
 @pytest.mark.parametrize("name", TARGETS)
 def test_documents_are_read_and_watched(name: str, shipped: Shipped, loaded: Loaded) -> None:
     with Film() as film:
-        todo = cases(64, 10, SEED, ("needle",), documents=4, tokens_per_frame=16)
+        todo = cases(64, 5, SEED, ("needle",), documents=4, tokens_per_frame=16)
         seen = list(judge(*loaded(shipped(name)), {"dense": Recipe()}, todo, film))
-    assert len(seen) == 10 and share(seen, "dense") >= 0.9
+    assert len(seen) == 5 and share(seen, "dense") >= 0.9
 
 
 def test_natural_spelling_is_understood(shipped: Shipped, loaded: Loaded) -> None:
@@ -145,22 +148,12 @@ def test_natural_spelling_is_understood(shipped: Shipped, loaded: Loaded) -> Non
     assert case.right(ask(model, processor, prompt(processor, content, model), max_new_tokens=8).text)
 
 
-def test_the_demonstration_passes(shipped: Shipped) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mmaccel_lab",
-        "demo",
-        "--model",
-        shipped("tiny-ov"),
-        "--worlds",
-        "2",
-        "--seed0",
-        "300",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the truth:" in done.stdout and "right, kept" in done.stdout
+def test_the_demonstration_passes(shipped: Shipped, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["demo", "--model", shipped("tiny-ov"), "--worlds", "1", "--seed0", "300"])
+    out, err = capsys.readouterr()
+    assert not done.value.code, out + err
+    assert "the truth:" in out and "right, kept" in out
 
 
 def test_the_readme_s_python_runs(shipped: Shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

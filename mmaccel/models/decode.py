@@ -23,8 +23,8 @@ from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
 from mmaccel.models.fingerprint import hooked, known
+from mmaccel.models.layer_step import LayerStep, Rows, layer_steps, project, weights
 from mmaccel.models.modules import is_whole
-from mmaccel.models.step import LayerStep, Rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
@@ -121,7 +121,7 @@ class Part:
             self.looks.copy_(query[:, :, :1])
         if self.ends is None:
             return x.rows
-        return step.project(x, self.ends[0], step.weights(self.ends[1])).view(*columns.shape, -1)
+        return project(x, self.ends[0], weights(self.ends[1])).view(*columns.shape, -1)
 
     def run(self, given: Tensor, held: int, count: int, width: int, branches: Branches | None) -> Tensor:
         """What it makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits [1, width, V]
@@ -206,7 +206,7 @@ class SequenceSteps:
         sizes, parts = family.geometry(model), list[Part]()
         for number, (device, some) in enumerate(cuts):
             ends = (family.text(model).norm, head) if number == len(cuts) - 1 else None
-            steps = step.layer_steps([layers[n] for n in some], None if ends is None else ends[0])
+            steps = layer_steps([layers[n] for n in some], family, None if ends is None else ends[0])
             own, holds = [buffers[n] for n in some], [held[n] for n in some]
             looks = own[-1][0].new_zeros(1, sizes.heads, 1, sizes.head_dim) if glance in some[-1:] else None
             first = words if number == 0 else None

@@ -56,9 +56,12 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
         decodings = [sequence.decoding for sequence in begun]
         began, before = time.perf_counter(), sum(one.ids.shape[1] for one in decodings)
         seat = attachment.owner.seat
-        (lockstep if seat is None or seat.alone else seat.decode)(decodings)
-        tokens = sum(one.ids.shape[1] for one in decodings) - before
-        attachment.draft_times.drafted(columns(kwargs), time.perf_counter() - began, tokens)
+        if seat is not None and not seat.alone:
+            seat.decode(decodings)
+        else:
+            lockstep(decodings)
+            tokens = sum(one.ids.shape[1] for one in decodings) - before
+            attachment.draft_times.drafted(columns(kwargs), time.perf_counter() - began, tokens)
     finally:
         for sequence in begun:
             sequence.end()
@@ -218,7 +221,7 @@ class _Sequence:
             from mmaccel.models.together import StepsTogether
 
             assert not isinstance(runner, PromptRunner)
-            runner.together = seat.batch.shared(partial(StepsTogether.of, runner))
+            seat.batch.share(runner, StepsTogether.of)
         warped = options.do_sample or logits_processor
         prompt = Prompt(
             inputs=given if past is None else {**given, "position_ids": None},

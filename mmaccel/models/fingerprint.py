@@ -59,20 +59,22 @@ _OTHERS = ("transformers.utils.output_capturing", "mmaccel.models.stream")
 
 
 def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
-    """Whether `step.LayerStep` computes what `layers` do: `decoder_layers` of the family, each on one device, with plain
-    linear modules; of products that are made together all have a bias, or none."""
+    """Whether `layer_step.LayerStep` computes what `layers` do: `decoder_layers` of the family, each on one device, with
+    plain linear modules; of products that are made together all have a bias, or none."""
     return activation == "silu" and all(
         type(layer).__name__ in family.decoder_layers
         and getattr(layer.self_attn, "sliding_window", None) is None
         and not windowed(layer.self_attn.config)
-        and all(is_whole(linear) for some in _together(layer) for linear in some)
+        and all(is_whole(linear) for some in products(layer) for linear in some)
         and len({p.device for p in layer.parameters()}) == 1
-        and all(len({one.bias is None for one in some}) == 1 for some in _together(layer))
+        and all(len({one.bias is None for one in some}) == 1 for some in products(layer))
         for layer in layers
     )
 
 
-def _together(layer: Any) -> list[list[Any]]:
-    """The seven products of a layer, each with those that are made with it."""
+def products(layer: Any) -> list[list[Any]]:
+    """The products of a layer, each with those that are made with it: attention's, its output's, the two of a feed-forward
+    block that are multiplied (or both in one), and its output's."""
     own, mlp = layer.self_attn, layer.mlp
-    return [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+    gated = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
+    return [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj], gated, [mlp.down_proj]]

@@ -271,8 +271,8 @@ def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
 def _alone(attachment: Attachment, kwargs: Mapping[str, Any]) -> str | None:
     """Why a call of `generate` is decoded by itself, not in steps that it shares with other calls; None: it shares them."""
     recipe, cache, ids = attachment.owner.recipe, kwargs.get("past_key_values"), kwargs.get("input_ids")
-    if recipe.draft.active:
-        return f"draft {recipe.draft.name!r} drafts for one call at a time"
+    if "branches" in recipe.draft.needs:
+        return f"draft {recipe.draft.name!r} proposes trees"
     if not recipe.kv.sequences:
         return f"kv {recipe.kv.name!r} opens a stream for each prompt"
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():

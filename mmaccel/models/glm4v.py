@@ -49,7 +49,7 @@ class Glm4V(Qwen25VL):
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
     vision_tower = None
     mixes = False
-    decoder_layers = frozenset()
+    decoder_layers = frozenset({"Glm4vTextDecoderLayer"})
     rms_norms = frozenset({"Glm4vRMSNorm", "Glm4vMoeRMSNorm"})
     gated_mlps = frozenset()
     rotate_function = ""
@@ -112,6 +112,7 @@ class Glm4VMoe(Glm4V):
     """``Glm4vMoeForConditionalGeneration``, which turns the halves of a head and not its neighbours."""
 
     model_types = ("glm4v_moe",)
+    decoder_layers = frozenset()
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         return Family.apply_rope(self, x, angles)

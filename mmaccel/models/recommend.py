@@ -74,7 +74,8 @@ def sizes_of(
     wide = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
     if processor is None:
         patches, tokens = shapes.frame(str(model), *size)
-        pixels = patches * 3 * vision.patch_size**2 * pace
+        side = vision.patch_size
+        pixels = patches * 3 * (side[0] if isinstance(side, list | tuple) else side) ** 2 * pace
     else:
         once, twice = (torch.zeros(n * pace, 3, *size, dtype=torch.uint8) for n in (1, 2))
         made = next(x for name, x in processor.pixels(once).items() if name.startswith("pixel"))

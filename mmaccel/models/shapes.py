@@ -38,6 +38,10 @@ SHAPES: dict[str, Shape] = {
     "llava-onevision-0.5b": Shape("llava_onevision", 896, 24, 14, 2, 4864, 152000, tied=True),
     "llava-onevision-7b": Shape("llava_onevision", 3584, 28, 28, 4, 18944, 152128),
     "llava-onevision-72b": Shape("llava_onevision", 8192, 80, 64, 8, 29568, 152128),
+    "qwen3-vl-8b": Shape("qwen3_vl", 4096, 36, 32, 8, 12288, 151936),
+    "qwen3.5-9b": Shape("qwen3_5", 4096, 32, 16, 4, 12288, 248320),
+    "internvl3.5-8b": Shape("internvl", 4096, 36, 32, 8, 12288, 151936),
+    "glm-4.1v-9b": Shape("glm4v", 4096, 40, 32, 2, 13696, 151552),
 }
 
 
@@ -65,10 +69,13 @@ def config(name: str, layers: int | None = None, vision_layers: int | None = Non
 
 
 def frame(name: str, height: int, width: int) -> tuple[int, int]:
-    """Patches and tokens of a unit of frames of (height, width) in a shape: of a frame, or of two (Qwen2.5-VL)."""
-    if SHAPES[name].family == "llava_onevision":  # resized to 384 x 384, pooled two by two
+    """Patches and tokens of a unit of frames of (height, width) in a shape: of a frame, or of two (Qwen, GLM)."""
+    if (family := SHAPES[name].family) == "llava_onevision":  # resized to 384 x 384, pooled two by two
         return 27 * 27, 14 * 14
-    tokens = max(1, round(height / 28)) * max(1, round(width / 28))
+    if family == "internvl":  # resized to 448 x 448
+        return 32 * 32, 16 * 16
+    side = 32 if family in ("qwen3_vl", "qwen3_5") else 28
+    tokens = max(1, round(height / side)) * max(1, round(width / side))
     return 4 * tokens, tokens
 
 
@@ -158,5 +165,35 @@ def _llava(shape: Shape, vision_layers: int | None) -> _Parts:
     return {"model_type": "qwen2", "rope_parameters": rope}, vision, others
 
 
-_PARTS = {"qwen2_5_vl": _qwen, "llava_onevision": _llava}
+def _others(shape: Shape, vision_layers: int | None) -> _Parts:
+    """Of families whose published towers are the defaults of their configurations."""
+    theta, rest = _ROPES[shape.family]
+    text: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **rest}}
+    tower: dict[str, Any] = {"out_hidden_size": shape.hidden}
+    depth = "depth"
+    if shape.family == "internvl":
+        text, tower, depth = {**text, "model_type": "qwen3", "head_dim": 128}, {}, "num_hidden_layers"
+    if vision_layers is not None:
+        tower[depth] = vision_layers
+    if shape.family == "qwen3_vl":
+        tower["deepstack_visual_indexes"] = [n for n in (8, 16, 24) if n < tower.get("depth", 27)]
+    return text, tower, {}
+
+
+_ROPES: dict[str, tuple[float, dict[str, Any]]] = {
+    "qwen3_vl": (5e6, {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}),
+    "qwen3_5": (
+        1e7,
+        {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25},
+    ),
+    "internvl": (1e6, {}),
+    "glm4v": (1e4, {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}),
+}
+"""Family -> base of the rotary angles, and what else it states of them."""
+
+_PARTS = {
+    "qwen2_5_vl": _qwen,
+    "llava_onevision": _llava,
+    **dict.fromkeys(_ROPES, _others),
+}
 """Family -> what its text, its vision and its whole configuration have beside the sizes."""

@@ -1,8 +1,4 @@
-"""Runs one decoder layer on a few new rows with five operators, and the layers of a question to a stream.
-
-The modules of a layer launch some thirty small kernels and take a host about a millisecond; for few rows that is most of
-the time. Weights are the model's own. `models/decode.py` runs all layers of a sequence as one captured step.
-"""
+"""Runs the layers of a question to a stream, and of its answer, as captured steps (`layer_step.py`)."""
 
 from __future__ import annotations
 
@@ -10,19 +6,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops import layer_ops
-from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.core.adapter import home_of
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.fingerprint import ModuleFingerprint, known
+from mmaccel.models.layer_step import LayerStep, Rows, layer_steps
 from mmaccel.models.modules import normed
 
 DEVICES = ("cuda",)
@@ -31,148 +26,7 @@ DEVICES = ("cuda",)
 WIDTHS = (1, 2, 4, *range(8, 65, 8))
 """Numbers of rows of a question's step: fewer are filled up to the next of these, more go through the modules."""
 
-Weights = tuple[list[Tensor], list[Tensor]]
-"""Weights of products that are made together, and their biases, if any."""
-
-
 Passes = Sequence[tuple[ForwardPass, int, bool]]
-
-
-class Rows(NamedTuple):
-    """Rows [R, E] between two layers or the halves of one. `gained` [R, E] and `squares` [R, P] are what the norm after them
-    needs, where the product that made them computed it too (`pass_rows`)."""
-
-    rows: Tensor
-    gained: Tensor | None = None
-    squares: Tensor | None = None
-
-
-class LayerStep:
-    """A decoder layer of a Qwen2-like family over a few new rows: `enter_rows` (queries, keys and values, with RoPE,
-    keys and values written to the cache), `decode_attend`, and for the output projection and the feed-forward block
-    `pass_rows`, `project_rows` and `pass_rows` again. With norms of queries and keys `project_rows`, these and `rope_rows`
-    are in the place of `enter_rows`.
-
-    follows  the norm after the layer; None: whoever reads its rows needs no norm, or computes it
-    """
-
-    def __init__(self, layer: Any, follows: Any = None) -> None:
-        own, mlp = layer.self_attn, layer.mlp
-        self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
-        self.follows = follows
-        self.qkv, self.out = weights(own.q_proj, own.k_proj, own.v_proj), weights(own.o_proj)
-        self.gate_up, self.down = weights(mlp.gate_proj, mlp.up_proj), weights(mlp.down_proj)
-        self.norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(own, name, None)) is not None]
-        self.sizes = [own.q_proj.out_features, own.k_proj.out_features, own.v_proj.out_features]
-        self.line = torch.arange(layer_ops.WINDOW, device=self.before.weight.device)[None]
-
-    def __call__(
-        self,
-        x: Rows,
-        rope: Tensor,
-        columns: Tensor,
-        key: Tensor | Caches,
-        value: Tensor,
-        sees: Tensor | None = None,
-        bias: Tensor | None = None,
-        qkv: Tensor | None = None,
-    ) -> tuple[Rows, Tensor]:
-        """What leaves the layer, and the queries [B, H, n, D], with RoPE, that it looked with.
-
-        x        what enters it, B * n rows
-        rope     [2, B, n, D], the cosines and sines of the rows
-        columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
-                 sequence has a cache of its own, `key` is all of these and `value` is not used
-        sees, bias  those of `decode_attend`
-        qkv      `project` of x, where a memory had to see it first; None: it is computed here
-        """
-        out, query = self.attend(x, rope, columns, key, value, sees, bias, qkv)
-        return self.finish(x, out), query
-
-    def attend(
-        self,
-        x: Rows | None,
-        rope: Tensor,
-        columns: Tensor,
-        key: Tensor | Caches,
-        value: Tensor,
-        sees: Tensor | None = None,
-        bias: Tensor | None = None,
-        qkv: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The attention [B * n, H * D] of the rows, and their queries; x is not read where `qkv` is given."""
-        if qkv is None and self.norms:
-            assert x is not None
-            qkv = self.project(x)
-        if qkv is None:
-            assert x is not None
-            rows, gain, squares = _normed_by(x, self.before)
-            eps = self.before.variance_epsilon
-            entered = rows, *self.qkv, gain, squares, eps, rope, columns
-            if isinstance(key, Caches):
-                query = layer_ops.enter_each(*entered, key)
-            else:
-                query = layer_ops.enter_rows(*entered, key, value)
-        else:
-            rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
-            turned = rows, rope[0], rope[1], line, columns
-            if isinstance(key, Caches):
-                query = layer_ops.rope_each(*turned, key)
-            else:
-                query = layer_ops.rope_rows(*turned, key, value)
-        scale = query.shape[-1] ** -0.5
-        if isinstance(key, Caches):
-            out = layer_ops.attend_each(query, key, columns, scale)
-        else:
-            out = layer_ops.decode_attend(query, key, value, columns, scale, sees, bias)
-        return out.transpose(1, 2).reshape(columns.numel(), -1), query
-
-    def project(self, x: Rows) -> Tensor:
-        """[R, (H + 2 G) * D]: queries, keys and values without RoPE, side by side, of rows that enter the layer."""
-        rows = project(x, self.before, self.qkv)
-        if not self.norms:
-            return rows
-        *both, values = rows.split(self.sizes, 1)
-        heads = (
-            norm(some.unflatten(1, (-1, norm.weight.numel())))
-            for norm, some in zip(self.norms, both, strict=True)
-        )
-        return torch.cat([*(some.flatten(1) for some in heads), values], 1)
-
-    def finish(self, x: Rows, attended: Tensor) -> Rows:
-        """The layer's output for its input rows x [R, E] and their attention [R, H * D]."""
-        x = _added(attended, self.out, x.rows, self.between)
-        return _added(project(x, self.between, self.gate_up, gated=True), self.down, x.rows, self.follows)
-
-
-def layer_steps(layers: Sequence[Any], follows: Any = None) -> list[LayerStep]:
-    """`layers` one after the other, and the norm after them, if any."""
-    norms = [*(layer.input_layernorm for layer in layers[1:]), follows]
-    return [LayerStep(layer, norm) for layer, norm in zip(layers, norms, strict=False)]
-
-
-def weights(*linear: nn.Linear) -> Weights:
-    """Weights of products that one kernel computes together."""
-    return [one.weight for one in linear], [one.bias for one in linear if one.bias is not None]
-
-
-def project(x: Rows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
-    """`project_rows` of the normed rows."""
-    rows, gain, squares = _normed_by(x, norm)
-    return layer_ops.project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)
-
-
-def _normed_by(x: Rows, norm: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What a product after `norm` is given of x: rows, and the norm's gain or the squares, whichever is still to be used."""
-    return (x.rows, norm.weight, None) if x.gained is None else (x.gained, None, x.squares)
-
-
-def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
-    """`residual` and rows x through a product; ready for `norm`, if one follows."""
-    # In float16 the rows times the gain, not normed yet, might be too large.
-    if norm is None or x.dtype == torch.float16:
-        return Rows(layer_ops.project_rows(x, by[0], by[1], None, 0.0, residual))
-    return Rows(*layer_ops.pass_rows(x, by[0][0], by[1], residual, norm.weight))
 
 
 @contextmanager
@@ -222,7 +76,7 @@ class StreamSteps:
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
             self._watched, self._choices = ModuleFingerprint(layers), choices
             self._known = known(layers, activation, self._family)
-            self._layers = layer_steps(layers) if self._known else []
+            self._layers = layer_steps(layers, self._family) if self._known else []
         self._sure = (fits := self._known and not self._watched.hooked()) and again
         return fits
 
@@ -313,7 +167,7 @@ class StreamSteps:
         begins = list(dict.fromkeys(slot.column for slot in slots))
         turned = [list(angles).index(id(slot.angles)) for slot in slots]
         wrote = [begins.index(slot.column) for slot in slots]
-        sizes = (2, 1, count, self._shape.head_dim)
+        sizes = (2, 1, count, slots[0].angles[0].shape[-1])
         ropes = [room(("rope", n), sizes, x.dtype) for n in range(len(angles))]
         for rope, pair in zip(ropes, angles.values(), strict=True):
             for place, angle in zip(rope, pair, strict=True):
@@ -374,7 +228,7 @@ class StreamSteps:
     ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
         """Angles, first column and bias of the rows of a question, in rooms that captures read; and where its cache lies."""
         room = self._replays.room
-        rope = room(("rope", seat), (2, 1, count, self._shape.head_dim), dtype)
+        rope = room(("rope", seat), (2, 1, count, slot.angles[0].shape[-1]), dtype)
         # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up
         # are turned by something, too: their keys are hidden, but have to be numbers.
         if slot.angles is not self._angles.get(seat):

@@ -22,8 +22,9 @@ from mmaccel.core.adapter import home_of
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.models import decode, loading, step
+from mmaccel.models import decode, loading
 from mmaccel.models.decode import Buffers, Held, Part
+from mmaccel.models.layer_step import layer_steps
 from mmaccel.models.runner import HFRunner
 
 PLACES = 4096
@@ -35,7 +36,7 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
     state = getattr(cache, "state", None)
     if isinstance(state, PrunedKVState):
         return "its prompt is pruned, and each layer has columns of its own"
-    if state is None or not state.in_place:
+    if state is not None and not state.in_place:
         return "its memory is not written in place"
     if not decode.admits(model, family, cache, also=("cpu",)):
         return "its layers are not of a kind that a shared step computes"
@@ -62,6 +63,11 @@ class Laid:
         return Laid(state, pairs, min(key.shape[2] for key, _ in pairs), torch.tensor([*map(_places, pairs)]))
 
 
+def _padded(count: int) -> int:
+    """The number of rows, or of sequences, that is captured for `count` of them."""
+    return next(n for n in decode.ROWS if n >= count)
+
+
 def _places(pair: tuple[Tensor, Tensor]) -> list[int]:
     return [number for x in pair for number in (x.data_ptr() // x.element_size(), x.stride(1))]
 
@@ -81,16 +87,20 @@ class StepsTogether:
         self._places, self._shown = 0, list[ref[Laid]]()
 
     @staticmethod
-    def of(runner: HFRunner, last: Any) -> StepsTogether:
-        """What runs the steps of `runner`: `last`, if that does already."""
-        same = isinstance(last, StepsTogether) and last.weights == _addresses(runner.model)
-        return last if same else StepsTogether(runner)
+    def of(runner: Any, known: Sequence[StepsTogether] = ()) -> StepsTogether | None:
+        """What runs the steps of `runner`: one of those `known`, if it does already; None: nothing does."""
+        if not isinstance(runner, HFRunner) or why_not(runner.model, runner.family, runner.cache):
+            return None
+        weights = _addresses(runner.model)
+        return next((one for one in known if one.weights == weights), None) or StepsTogether(runner)
 
     @torch.no_grad()
     def __call__(self, runners: Sequence[HFRunner], ids: Sequence[Tensor]) -> list[Tensor]:
         """Logits [1, n, V] of each runner's `ids` [1, n], which may be of unlike lengths."""
         most = max(one.shape[1] for one in ids)
-        if len(runners) > 1 and len(runners) * most > MOST:
+        if max(most, len(runners)) > MOST or _padded(len(runners)) * _padded(most) > MOST:
+            if len(runners) == 1:
+                return [runners[0].step(ids[0])]
             half = len(runners) // 2
             return self(runners[:half], ids[:half]) + self(runners[half:], ids[half:])
         laid = [self._laid(runner, most) for runner in runners]
@@ -98,7 +108,7 @@ class StepsTogether:
         self._lay(laid[0].pairs, max(map(sum, starts)) + WINDOW)
         count, width = len(runners), most
         if self._parts[0].replays.works:
-            count, width = (next(n for n in decode.ROWS if n >= m) for m in (count, width))
+            count, width = _padded(count), _padded(width)
         self._show(laid, count)
         out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
         for part in self._parts:
@@ -111,7 +121,7 @@ class StepsTogether:
         return [made[b : b + 1, : own.shape[1]] for b, own in enumerate(ids)]
 
     def _laid(self, runner: HFRunner, count: int) -> Laid:
-        state, room = runner.memory(), next(n for n in decode.ROWS if n >= count)  # padding is written, too
+        state, room = runner.memory(), _padded(count)  # padding is written, too
         laid: Laid | None = runner.laid
         if laid is None or laid.state is not state or state.length() + room > laid.capacity:
             laid = runner.laid = Laid.of(state, room)
@@ -135,7 +145,7 @@ class StepsTogether:
         layers: list[Any] = list(family.layers(model))
         for number, (device, numbers) in enumerate(cuts):
             ends = (family.text(model).norm, head) if number == len(cuts) - 1 else None
-            steps = step.layer_steps([layers[n] for n in numbers], None if ends is None else ends[0])
+            steps = layer_steps([layers[n] for n in numbers], family, None if ends is None else ends[0])
             held = [Held(0, rope.to(device))] * len(numbers)
             short = torch.arange(WINDOW, device=device)[None]
             first = words if number == 0 else None

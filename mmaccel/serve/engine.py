@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmaccel.core.attach import Accelerated, accelerate
+from mmaccel.core.attach import Accelerated
 from mmaccel.core.decoding.batch import Batch, Seat
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
 from mmaccel.core.errors import ModelError, RecipeError
@@ -29,8 +28,8 @@ from mmaccel.core.streams.live import ended_with, threaded
 from mmaccel.media.video import Video
 from mmaccel.models import load_processor
 from mmaccel.models.schema import by_schema, end_tokens
-from mmaccel.models.together import sharing
 from mmaccel.serve import sources
+from mmaccel.serve.copies import CHECK_S, Copies
 from mmaccel.serve.kept import Kept, KeptVideos, keeps_all
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
@@ -41,8 +40,6 @@ from mmaccel.serve.turns import Turns
 log = logging.getLogger("mmaccel.serve")
 Put = Callable[[str], None]
 OUT_OF_MEMORY = "out_of_memory"
-CHECK_S = 0.1
-"""Seconds between two looks of a thread that waits at whether its request goes on."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,6 @@ class Engine:
         metrics: Metrics | None = None,
     ) -> None:
         self.name, self.model, self.settings = name, model, settings
-        # Of one that is never called: a pass of a stream lends the model's modules other functions while it runs.
-        self._still = sharing(model)
         self.processor = load_processor(processor, special_tokens=False, like=model)
         self.recipes, self.metrics = dict(recipes), metrics or Metrics()
         self.default = next(iter(self.recipes))
@@ -104,9 +99,7 @@ class Engine:
         self._fetching: dict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, settings.limits.fetching)
         )
-        self._idle: dict[str, queue.LifoQueue[Accelerated]] = defaultdict(queue.LifoQueue)
-        self._made: dict[str, int] = defaultdict(int)
-        self._making, self._drawing = threading.Lock(), threading.Lock()
+        self.copies, self._drawing = Copies(model, self.turns.most), threading.Lock()
 
     def recipe(self, model: str | None, asked: str | None) -> str:
         """The name of the recipe that a request means by its `model` (NAME, or NAME@RECIPE) and by `asked`."""
@@ -295,7 +288,11 @@ class Engine:
         how = {"max_new_tokens": asked.most, "max_time": deadline.left(), **request.options()}
         for schema in request.form.values():
             how["logits_processor"] = [by_schema(self.model, self.processor.tokenizer, schema, ends, rows)]
-        with ExitStack() as drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
+        with (
+            ExitStack() as drawing,
+            self._copy_of(asked.recipe, deadline) as fast,
+            torch.no_grad(),
+        ):
 
             def joined() -> None:
                 drawing.close()
@@ -349,30 +346,8 @@ class Engine:
         finally:
             self._drawing.release()
 
-    @contextmanager
-    def _copy_of(self, name: str, deadline: Deadline) -> Iterator[Accelerated]:
-        """The model under a recipe, for one call. A recipe has as many copies as calls there are; with a draft, one.
-        Raises `Ended` where none is free by the deadline."""
-        recipe, idle = self.recipes[name], self._idle[name]
-        most = 1 if recipe.draft.active else self.turns.most
-        fast = None
-        while fast is None:
-            deadline.check()
-            with self._making:
-                make = idle.empty() and self._made[name] < most
-                self._made[name] += make
-            try:
-                fast = accelerate(sharing(self._still), recipe) if make else idle.get(timeout=CHECK_S)
-            except queue.Empty:
-                continue  # the one that was being made may have failed
-            except BaseException:
-                with self._making:
-                    self._made[name] -= make
-                raise
-        try:
-            yield fast
-        finally:
-            idle.put(fast)
+    def _copy_of(self, name: str, deadline: Deadline) -> AbstractContextManager[Accelerated]:
+        return self.copies.under(name, self.recipes[name], deadline)
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
@@ -395,6 +370,4 @@ class Engine:
     async def close(self) -> None:
         """Give back all that is kept."""
         await self.kept.close()
-        for idle in self._idle.values():
-            while not idle.empty():
-                idle.get().detach()
+        self.copies.close()

@@ -175,11 +175,13 @@ class ChatRequest(Sampling):
 
 
 class SessionRequest(Strict):
-    """A stream, new or as `save` wrote it under the name `resume`."""
+    """A stream, new or as `save` wrote it under the name `resume`; `fps` frames a second will come, for `seconds`."""
 
     model: str | None = None
     recipe: str | None = None
     resume: Name | None = None
+    fps: Rate = 1.0
+    seconds: Seconds = 900.0
 
 
 class FramesRequest(Strict):

@@ -134,7 +134,7 @@ class SharedStreams(Streams):
             if facts is None or facts["owner"] != caller:
                 return  # `get` says that there is none
             saved = number if (self._live / number / SESSION).exists() else None
-            asked = SessionRequest.model_construct(recipe=facts["recipe"], resume=saved)
+            asked = SessionRequest.model_construct(recipe=facts["recipe"], resume=saved, fps=None)
             stream = await self.open(asked, facts["owner"], number)
             stream.session.session.history, self._seen[number] = facts["history"], facts["state"]
 

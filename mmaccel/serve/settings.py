@@ -35,6 +35,7 @@ class Limits:
     at_once         requests that the model works on, beside at most `together` whose prompts are read and whose answers are
                     decoded in steps that they share; `waiting` for their turn; `fetching` sources of one caller
     sessions        streams of all callers; `own_sessions` of one; they close after `idle_seconds` without a request
+    busy            seconds of the model that the frames of all streams may take in each second; the rest is for answers
     memory_bytes    of the memories of all streams, on all devices and disks; `saves` of one caller, of `saved_bytes`
     sockets         of one caller; a message, and the frames that wait, have at most `message_bytes`
     calls           questions, and calls with frames, of one caller's streams at work; more wait
@@ -65,6 +66,7 @@ class Limits:
     own_sessions: int = 16
     idle_seconds: float = 3600.0
     calls: int = 32
+    busy: float = 0.8
     memory_bytes: int = 64 << 30
     saves: int = 64
     saved_bytes: int = 64 << 30

@@ -26,6 +26,7 @@ from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, ended_with, threaded
 from mmaccel.serve import sources
+from mmaccel.serve.admission import Admission, Promise
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.guard import Client, said
@@ -46,6 +47,7 @@ class Stream:
     owner: str
     recipe: str
     kept: Kept
+    promise: Promise
     used: float = field(default_factory=time.monotonic)
     busy: int = 0
     taking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -71,17 +73,15 @@ class Streams:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.limits = engine, engine.settings.limits
         self._open: dict[str, Stream] = {}
+        self.admission = Admission(engine.recipes, self.limits)
         self._opening: dict[str, int] = {}
         self._calls: dict[str, Turns] = defaultdict(partial(Turns, self.limits.calls, self.limits.waiting))
         self._sockets: Counter[str | None] = Counter()
         engine.metrics.streams.set_function(lambda: len(self._open))
-        engine.metrics.held.set_function(self._held)
+        engine.metrics.held.set_function(lambda: self._own() + engine.kept.bytes())
 
     def _own(self) -> int:
         return sum(one.kept.bytes() for one in list(self._open.values()))
-
-    def _held(self) -> int:
-        return self._own() + self.engine.kept.bytes()
 
     def _check_room(self) -> None:
         """Raise `Refused` where streams hold all that they may."""
@@ -135,21 +135,17 @@ class Streams:
     async def open(self, asked: SessionRequest, caller: str) -> Stream:
         """Open a new stream, or continue a saved one. Raises `Refused` if there are too many."""
         engine, kept = self.engine, None
-        names = engine.streams()
-        if not names:
-            raise Refused(
-                400, "recipe: this server has none with a memory of streams; start it with --recipe mosaic."
-            )
+        if not (names := engine.streams()):
+            raise Refused(400, "recipe: this server has none with a memory of streams; give --recipe mosaic.")
         chosen = asked.recipe if asked.recipe is not None else (asked.model or "").partition("@")[2]
         name = engine.recipe(asked.model, chosen or (engine.default if engine.default in names else names[0]))
         stream_policy(engine.recipes[name])
         self._check_room()
         own = sum(one.owner == caller for one in self._open.values()) + self._opening.get(caller, 0)
-        if (
-            len(self._open) + sum(self._opening.values()) >= self.limits.sessions
-            or own >= self.limits.own_sessions
-        ):
+        every = len(self._open) + sum(self._opening.values())
+        if every >= self.limits.sessions or own >= self.limits.own_sessions:
             raise Refused(429, "too many streams are open; close one.", "too_many_streams")
+        promise = self.admission.admit(name, asked.fps, asked.seconds)
         self._opening[caller] = self._opening.get(caller, 0) + 1
         try:
             folder = None if asked.resume is None else self.folder(asked.resume, caller)
@@ -163,18 +159,20 @@ class Streams:
                         await kept.session.load(folder)
                     await kept.count()
         except BaseException:
+            self.admission.end(promise)
             if kept is not None:
                 await kept.session.close()
             raise
         finally:
             self._opening[caller] -= 1
-        made = Stream(secrets.token_urlsafe(18), caller, name, kept)
+        made = Stream(secrets.token_urlsafe(18), caller, name, kept, promise)
         self._open[made.id] = made
         return made
 
     async def close(self, stream: Stream, forget: bool = False) -> None:
         """End its calls, and give back what it holds; with `forget`, delete it."""
         if self._open.pop(stream.id, None) is not None:
+            self.admission.end(stream.promise)
             await stream.session.close()
 
     async def bring(self, number: str, caller: str | None) -> None:
@@ -234,11 +232,14 @@ class Streams:
         async with stream.taking:
             self._check_room()
             deadline.check()
-            first = stream.session.frames
+            before, start = (stream.session.frames, stream.kept.bytes()), time.monotonic()
             with self.engine.out_of_memory():
                 taken: int = await call(timeout=max(0.01, deadline.left() or 0.0))
-            await threaded(partial(stream.kept.pictures.add, first, frames[:taken]))
+            seconds = time.monotonic() - start
+            await threaded(partial(stream.kept.pictures.add, before[0], frames[:taken]))
             await stream.kept.count()
+            now = stream.session.frames, stream.kept.bytes()
+            self.admission.took(stream.promise, seconds, before, now)
             await self.changed(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))

@@ -40,8 +40,7 @@ def on_device(lists: Lists) -> Lists:
     return Lists(owner, within, flat, first, size, lists.largest)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize(("dtype", "cosine"), some(TYPES, [False, True]), ids=str)
 def test_scores(dtype: torch.dtype, cosine: bool) -> None:
     """Of a slice of layers; a score is the same whatever is scored beside it."""
     torch.manual_seed(0)

@@ -114,8 +114,7 @@ def apart(lengths: list[int], groups: int, size: int, dtype: torch.dtype) -> Cac
     return Caches(pairs, home, torch.tensor(table, device=DEVICE))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [16, 64, 80])
+@pytest.mark.parametrize(("size", "dtype"), some([16, 64, 80], DTYPES), ids=str)
 def test_each_sequence_over_a_cache_of_its_own(size: int, dtype: torch.dtype) -> None:
     """Bit for bit what the kernel gives of each by itself, cut into as many pieces, and what the plain form is near to."""
     columns = torch.tensor([[2, 3], [120, 121], [0, 1], [64, 65]], device=DEVICE)
@@ -186,9 +185,10 @@ def test_trees(m: int) -> None:
     check(columns, 100, sees=sees, splits=3, block_n=16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 3, 17])
-@pytest.mark.parametrize("kind", ["three with a bias", "gated", "gated with a bias", "residual", "one"])
+KINDS = ["three with a bias", "gated", "gated with a bias", "residual", "one"]
+
+
+@pytest.mark.parametrize(("kind", "count", "dtype"), some(KINDS, [1, 3, 17], DTYPES), ids=str)
 def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
     """Widths that fill no block; inputs that fill no step.
 
@@ -332,8 +332,7 @@ def test_enter_after_a_product(parts: int) -> None:
     torch.testing.assert_close(told, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [64, 80])
+@pytest.mark.parametrize(("size", "dtype"), some([64, 80], DTYPES), ids=str)
 def test_turn(size: int, dtype: torch.dtype) -> None:
     B, n, H, G, capacity = 2, 3, 4, 2, 20
     new = drawn(B, n, (H + 2 * G) * size, dtype=dtype)
@@ -368,8 +367,7 @@ def test_tensors_that_are_views() -> None:
     torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("biased", [1, 31, 64, 100])
-@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize(("n", "biased"), some([1, 5], [1, 31, 64, 100]))
 def test_a_bias_on_the_first_columns(n: int, biased: int) -> None:
     """As if keys and queries had one more coordinate whose product it is."""
     query, scale = drawn(1, n, 4, 64).transpose(1, 2), 0.125

@@ -167,10 +167,10 @@ def test_classes_of_more_keys_than_a_tile(
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
 
 
-@pytest.mark.parametrize("score", ["contrast", "mean", "sum"])
-@pytest.mark.parametrize(("low", "high"), [(3, 7), (62, 66)])
-def test_strides(score: Score, low: int, high: int) -> None:
+@pytest.mark.parametrize(("score", "strides"), some(["contrast", "mean", "sum"], [(3, 7), (62, 66)]))
+def test_strides(score: Score, strides: tuple[int, int]) -> None:
     """Classes of more members than go together, and more classes; of two sequences one is short."""
+    low, high = strides
     rng = torch.Generator().manual_seed(low)
     value, at = torch.randn(2, 2, 1, 400, generator=rng), torch.tensor([399, 211])
     there = (torch.arange(400) <= at[:, None])[None, :, None]

@@ -46,11 +46,7 @@ def test_compare_puts_dense_beside_the_recipe(call: Call, clip: str, ov: str) ->
         "ask",
         clip,
         "what colour was the star ?",
-        "--model",
-        ov,
-        "--recipe",
-        "a_shape-short",
-        "--compare",
+        *f"--model {ov} --recipe a_shape-short --compare".split(),
     )
     status, out, _ = call(*arguments, "--json", "--max-new-tokens", 2)
     told = json.loads(out)
@@ -90,19 +86,7 @@ def test_several_recipes_stand_side_by_side(call: Call, clip: str, ov: str) -> N
 
 
 def test_a_memory_of_streams_reads_the_file_as_a_stream(call: Call, clip: str, ov: str) -> None:
-    asked = (
-        "ask",
-        clip,
-        "hi",
-        "--model",
-        ov,
-        "--recipe",
-        "mosaic",
-        "--json",
-        "--max-new-tokens",
-        2,
-        "--compare",
-    )
+    asked = f"ask {clip} hi --model {ov} --recipe mosaic --json --max-new-tokens 2 --compare".split()
     status, out, err = call(*asked)
     told = json.loads(out)
     assert (status, err) == (0, "") and told["answer"] == told["dense"]["answer"]
@@ -144,13 +128,7 @@ def test_a_draft_of_the_same_weights_is_always_right(call: Call, clip: str, ov: 
         "ask",
         clip,
         "describe the video .",
-        "--model",
-        ov,
-        "--draft",
-        ov,
-        "--json",
-        "--max-new-tokens",
-        24,
+        *f"--model {ov} --draft {ov} --json --max-new-tokens 24".split(),
     )
     for extra in ((), ("--recipe", "sequential"), ("--recipe", "a_shape-short", "--compare")):
         status, out, _ = call(*arguments, *extra)
@@ -203,11 +181,7 @@ def test_a_damaged_video_is_answered_with_a_warning(call: Call, clip: str, ov: s
 
 @pytest.mark.parametrize("name", ["tiny-ov-draft", "tiny-qwen-draft"])
 def test_progress_tells_what_is_under_way(
-    name: str,
-    call: Call,
-    clip: str,
-    random_folder: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, call: Call, clip: str, random_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mmaccel.cli import ask
     from mmaccel.core.attach import adapter_for

@@ -64,12 +64,7 @@ def test_ask_names_what_the_draft_read(
         "ask",
         clip,
         "describe the video .",
-        "--model",
-        ov,
-        "--recipe",
-        recipe,
-        "--max-new-tokens",
-        6,
+        *f"--model {ov} --recipe {recipe} --max-new-tokens 6".split(),
     )
     told = json.loads(call(*arguments, "--json")[1])
     # All that is not a video stays.

@@ -91,20 +91,7 @@ def test_world_writes_a_video_and_its_truth(call: Call, tmp_path: Path) -> None:
 
 
 def test_eval_needle_gives_accuracy_for_each_length(call: Call, ov: str, tmp_path: Path) -> None:
-    arguments = (
-        "eval",
-        "needle",
-        "--model",
-        ov,
-        "--frames",
-        "8,16",
-        "--samples",
-        2,
-        "--seed",
-        4,
-        "--videos",
-        tmp_path,
-    )
+    arguments = f"eval needle --model {ov} --frames 8,16 --samples 2 --seed 4 --videos {tmp_path}".split()
     status, out, _ = call(*arguments, "--json")
     told = json.loads(out)
     assert status == 0 and set(told["accuracy"]) == {"8", "16"} and told["complete"]
@@ -151,20 +138,7 @@ def test_eval_caption(call: Call, ov: str) -> None:
 
 def test_eval_table(call: Call, ov: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
-    arguments = (
-        "eval",
-        "table",
-        "--model",
-        ov,
-        "--draft",
-        ov,
-        "--samples",
-        1,
-        "--max-tokens",
-        128,
-        "--out",
-        rows,
-    )
+    arguments = f"eval table --model {ov} --draft {ov} --samples 1 --max-tokens 128 --out {rows}".split()
     status, out, _ = call(*arguments)
     # A model that knows nothing misses its bounds, and the status says so.
     assert status == 1 and "| V-NIAH | 8 |" in out and "| draft step |" in out and "at least 98.0%" in out

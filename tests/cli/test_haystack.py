@@ -34,18 +34,7 @@ def test_the_command_goes_on_where_it_stopped(call: Call, ov: str, tmp_path: Pat
 
 
 def test_a_rival_that_misses_its_share_is_told(call: Call, ov: str, tmp_path: Path) -> None:
-    words = [
-        "eval",
-        "haystack",
-        "--model",
-        ov,
-        "--recipe",
-        "a_shape-short",
-        "--rival",
-        "sf_strided",
-        "--rival",
-        "tri_shape",
-    ]
+    words = f"eval haystack --model {ov} --recipe a_shape-short --rival sf_strided --rival tri_shape".split()
     words += ["--frames", "48", "--depths", "1", "--samples", "1", "--out", str(tmp_path / "rows.jsonl")]
     (missed,) = json.loads(call(*words, "--json")[1])["missed"]
     assert (missed["rival"], missed["frames"], missed["budget"]) == ("sf_strided", 48, False)

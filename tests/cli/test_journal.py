@@ -70,21 +70,7 @@ def test_a_killed_watch_goes_on(
     call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, when: str
 ) -> None:
     folder = tmp_path / "killed"
-    base = (
-        "watch",
-        slides,
-        "--model",
-        ov,
-        "--recipe",
-        kv,
-        "--fps",
-        1,
-        "--clip",
-        5,
-        "--max-new-tokens",
-        3,
-        "--json",
-    )
+    base = f"watch {slides} --model {ov} --recipe {kv} --fps 1 --clip 5 --max-new-tokens 3 --json".split()
     status, out, _ = call(*base, *QUESTIONS, "--save", tmp_path / "whole")
     whole = json.loads(out)
     assert (status, whole["frames"], whole["ended"]) == (0, 23, "end")

@@ -128,18 +128,7 @@ def test_watch_and_eval_know_it(call: Call, own: Path, clip: str, ov: str) -> No
     words = ("--model", ov, "--frames", 8, "--samples", 1, "--recipe", "mine", "--json")
     status, _, err = call("--import", own, "eval", "needle", *words)
     assert status in (0, 1) and "error" not in err
-    words = (
-        clip,
-        "--model",
-        ov,
-        "--recipe",
-        "my_memory",
-        "--max-new-tokens",
-        1,
-        "--question",
-        "hi",
-        "--json",
-    )
+    words = f"{clip} --model {ov} --recipe my_memory --max-new-tokens 1 --question hi --json".split()
     status, out, err = call("--import", own, "watch", *words)
     assert status == 0 and "hi" in out, err
 

@@ -138,19 +138,7 @@ def test_watch_shows_the_frames_an_answer_rests_on(
     call: Call, clip: str, ov: str, streamed: str, tmp_path: Path
 ) -> None:
     made, run = tmp_path / "page.html", tmp_path / "run.json"
-    words = (
-        "watch",
-        clip,
-        "--model",
-        ov,
-        "--recipe",
-        streamed,
-        "--fps",
-        0.5,
-        "--max-new-tokens",
-        2,
-        "--json",
-    )
+    words = f"watch {clip} --model {ov} --recipe {streamed} --fps 0.5 --max-new-tokens 2 --json".split()
     status, out, err = call(*words, "--question", "what ?@30", "--question", "how many ?", "--report", made)
     assert status == 0 and err == f"the page of this run: {made}\n"
     told, found = json.loads(out), Page(made.read_text())

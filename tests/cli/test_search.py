@@ -186,58 +186,35 @@ def test_a_picture_is_written_whole_and_where_it_is_said(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("search", "OV", "--out", "TMP/t.json"), "--video: name at least one video file"),
-        (("search", "OV", "--video", "none.mp4", "--out", "TMP/t.json"), "there is no file none.mp4"),
-        (("search", "OV", "--video", "CLIP", "--out", "TMP/no/t.json"), "does not exist; create it first."),
-        (
-            ("search", "OV", "--video", "CLIP", "--out", "TMP/t.json", "--boundaries", "q"),
-            "unknown boundary type",
-        ),
-        (("search", "OV", "--video", "CLIP", "--out", "TMP/t.json", "--backend", "fast"), "unknown backend"),
-        (
-            ("search", "OV", "--video", "CLIP", "--out", "TMP/t.json", "--cost", "money"),
-            "'seconds' or 'pairs'",
-        ),
-        (("draw", "none.json", "--out", "TMP/m.svg"), "table 'none.json' cannot be read"),
-        (("draw", "dense", "--out", "TMP/m.svg"), "name another pattern"),
-        (("draw", "TABLE", "--out", "TMP/m.xyz"), "end the name in .svg, .png or .pdf."),
-        (("draw", "TABLE", "--out", "TMP/no/m.svg"), "does not exist; create it first."),
-        (
-            ("draw", "heads", "--model", "OV", "--video", "CLIP", "--out", "TMP/h", "--format", "gif"),
-            "unknown format 'gif'",
-        ),
-        (("draw", "heads", "--model", "OV", "--out", "TMP/h"), "--video: name at least one"),
-        (("draw", "heads", "--model", "OV", "--video", "CLIP", "--out", "TABLE"), "is a file; give a folder"),
-        (
-            ("draw", "heads", "--model", "OV", "--video", "CLIP", "--out", "TMP/h", "--layer", "99"),
-            "there is no 99",
-        ),
+        ("search OV --out TMP/t.json", "--video: name at least one video file"),
+        ("search OV --video none.mp4 --out TMP/t.json", "there is no file none.mp4"),
+        ("search OV --video CLIP --out TMP/no/t.json", "does not exist; create it first."),
+        ("search OV --video CLIP --out TMP/t.json --boundaries q", "unknown boundary type"),
+        ("search OV --video CLIP --out TMP/t.json --backend fast", "unknown backend"),
+        ("search OV --video CLIP --out TMP/t.json --cost money", "'seconds' or 'pairs'"),
+        ("draw none.json --out TMP/m.svg", "table 'none.json' cannot be read"),
+        ("draw dense --out TMP/m.svg", "name another pattern"),
+        ("draw TABLE --out TMP/m.xyz", "end the name in .svg, .png or .pdf."),
+        ("draw TABLE --out TMP/no/m.svg", "does not exist; create it first."),
+        ("draw heads --model OV --video CLIP --out TMP/h --format gif", "unknown format 'gif'"),
+        ("draw heads --model OV --out TMP/h", "--video: name at least one"),
+        ("draw heads --model OV --video CLIP --out TABLE", "is a file; give a folder"),
+        ("draw heads --model OV --video CLIP --out TMP/h --layer 99", "there is no 99"),
     ],
 )
 def test_errors_are_one_sentence(
-    arguments: tuple[str, ...], words: str, call: Call, ov: str, clip: str, table: Path, tmp_path: Path
+    arguments: str, words: str, call: Call, ov: str, clip: str, table: Path, tmp_path: Path
 ) -> None:
     given = {"OV": ov, "CLIP": clip, "TABLE": str(table), "TMP": str(tmp_path)}
-    status, out, err = call(*(given.get(a, a.replace("TMP", str(tmp_path))) for a in arguments))
+    status, out, err = call(*(given.get(a, a.replace("TMP", str(tmp_path))) for a in arguments.split()))
     assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
     assert words in err
 
 
 def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    how = (
-        "--boundaries",
-        "no_boundary",
-        "--cost",
-        "pairs",
-        "--block",
-        16,
-        "--device",
-        "cpu",
-        "--max-tokens",
-        300,
-    )
-    arguments = ("search", ov, "--video", clip, "--out", path, *how)
+    how = f"--out {path} --boundaries no_boundary --cost pairs --block 16 --device cpu --max-tokens 300"
+    arguments = ("search", ov, "--video", clip, *how.split())
     with SearchProgress.alone(tmp_path / "t.json.parts"):
         status, out, err = call(*arguments)
         assert (status, out) == (2, "") and not path.exists()

@@ -13,15 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests import SOURCES
+
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx2")
-ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "mmaccel", "serve", *arguments]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}", **environment}
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize(
@@ -34,44 +30,29 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         (["--model", "tiny-nothing"], "tiny-nothing"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(arguments: list[str], told: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2 and told in done.stderr and len(done.stderr.strip().splitlines()) == 1
+def test_what_is_wrong_is_one_sentence(arguments: list[str], told: str, call: Call) -> None:
+    status, _, err = call("serve", *arguments)
+    assert status == 2 and told in err and err.count("\n") == 1
 
 
-def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "fastapi.py").write_text("raise ImportError('no', name='fastapi')")
-    done = run(PYTHONPATH=f"{tmp_path}:{ROOT}:{ROOT / 'lab'}")
-    assert (
-        done.returncode == 2
-        and "serve needs fastapi: install it with pip install 'mmaccel[serve]'" in done.stderr
-    )
-
-
-def test_replicas_want_ray(tmp_path: Path) -> None:
-    (tmp_path / "ray.py").write_text("raise ImportError('no', name='ray')")
-    done = run("--ray", PYTHONPATH=f"{tmp_path}:{ROOT}:{ROOT / 'lab'}")
-    assert (
-        done.returncode == 2 and "serve needs ray: install it with pip install 'mmaccel[ray]'" in done.stderr
-    )
+@pytest.mark.parametrize(("name", "extra", "option"), [("fastapi", "serve", ()), ("ray", "ray", ("--ray",))])
+def test_without_an_extra_it_says_what_to_install(
+    name: str, extra: str, option: tuple[str, ...], call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("mmaccel.serve.app", "mmaccel.serve.replicas"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    status, _, err = call("serve", *option)
+    assert status == 2 and f"serve needs {name}: install it with pip install 'mmaccel[{extra}]'" in err
 
 
 def test_a_process_serves_and_stops(shipped: Callable[[str], str], tmp_path: Path) -> None:
     """From its start to an answer; SIGTERM ends it as it ends every command."""
     (tmp_path / "keys").write_text("a-key-of-mine\n")
-    words = [
-        "--model",
-        shipped("tiny-ov"),
-        "--port",
-        "0",
-        "--keys",
-        str(tmp_path / "keys"),
-        "--device",
-        "cpu",
-    ]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}"}
+    words = f"-m mmaccel serve --model {shipped('tiny-ov')} --port 0 --keys {tmp_path / 'keys'} --device cpu"
+    env = {**os.environ, "PYTHONPATH": SOURCES}
     with subprocess.Popen(
-        [sys.executable, "-m", "mmaccel", "serve", *words], env=env, stderr=subprocess.PIPE, text=True
+        [sys.executable, *words.split()], env=env, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stderr is not None

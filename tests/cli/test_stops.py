@@ -87,18 +87,7 @@ def test_a_stopped_haystack_shows_what_there_is(
     from mmaccel_lab.eval import haystack
 
     monkeypatch.setattr(haystack, "shots", after(1, haystack.shots, stop))
-    words = (
-        "eval",
-        "haystack",
-        "--model",
-        ov,
-        "--recipe",
-        "dense",
-        "--recipe",
-        "a_shape-short",
-        "--frames",
-        16,
-    )
+    words = f"eval haystack --model {ov} --recipe dense --recipe a_shape-short --frames 16".split()
     status, out, err = call(*words, "--out", tmp_path / "rows.jsonl")
     assert status == code and "accuracy" in out and "dense" in out
     assert err == "stopped: these are the answers so far; the same command goes on from what --out holds.\n"
@@ -244,19 +233,7 @@ def test_sigterm_while_a_session_is_saved_waits_for_the_save(
         real(*given)
 
     monkeypatch.setattr(session_io, "save", slow)
-    words = (
-        "watch",
-        clip,
-        "--model",
-        ov,
-        "--recipe",
-        "recent",
-        "--fps",
-        0.1,
-        "--save",
-        tmp_path / "s",
-        "--json",
-    )
+    words = f"watch {clip} --model {ov} --recipe recent --fps 0.1 --save {tmp_path / 's'} --json".split()
     status, out, err = call(*words)
     assert status == 143 and json.loads(out)["saved"] == str(tmp_path / "s") and err == ""
     assert json.loads((tmp_path / "s" / "session.json").read_text())["frames"] == 7

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mmaccel.core.decoding.draft import Proposal, accept_tree, distinct, judge, judge_tree
+from mmaccel.core.decoding.draft import Proposal, judge
+from mmaccel.core.decoding.trees import accept_tree, distinct, judge_tree
 from tests.core.test_verify import SHAPES, SURE, Pair, V
 from tests.core.toy import g_test
 

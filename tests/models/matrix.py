@@ -25,7 +25,7 @@ from mmaccel_lab.world import World, render
 from tests.models.streams import FPS, QUESTION, every_stream, pair
 from tests.models.test_recipes import SMALL
 
-FRAMES, TOKENS = 64, 5
+FRAMES, TOKENS = 48, 5
 
 
 class Cell(NamedTuple):
@@ -161,7 +161,7 @@ QUESTIONS = (QUESTION, "what ?")
 
 @functools.cache
 def film(number: int = 0) -> torch.Tensor:
-    """[64, 3, 56, 70] uint8, of so many tokens that a pass of any memory is long enough for a pattern."""
+    """[48, 3, 56, 70] uint8, of so many tokens that a pass of any memory is long enough for a pattern."""
     return render(World.generate(3 + number, FRAMES).table(), 56, 70)
 
 

@@ -199,16 +199,16 @@ def test_a_draft_that_fails_on_one_sequence_goes_on_for_the_others(family, monke
     name, model, other, prompts, ends = family
     options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
     plain = model.generate(**batch(name, prompts), **options)
-    states, propose = [], Drafter.propose
+    states, drafting = [], Drafter.drafting
 
-    def fail(self):
+    def fail(self, most=None):
         if self not in states:
             states.append(self)
         if states.index(self) == 1:
             raise ValueError("out of cheese")
-        return propose(self)
+        return drafting(self, most)
 
-    monkeypatch.setattr(Drafter, "propose", fail)
+    monkeypatch.setattr(Drafter, "drafting", fail)
     with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
         with pytest.warns(MmaccelWarning, match="out of cheese"):
             assert torch.equal(model.generate(**batch(name, prompts), **options), plain)

@@ -32,7 +32,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 WAYS = {"qwen": list(RECIPES)[::2], "llava": ["dense", *list(RECIPES)[1::2]]}
 """The recipes that are tried on each family."""
 TURN = prompt("qwen", [("text", 70)])["input_ids"]
-TOLD = dict(max_new_tokens=6, do_sample=False)
+TOLD = dict(max_new_tokens=3, do_sample=False)
 WRONG = {
     "window": dict(kv=dict(name="window", window=32)),
     "fastv": dict(prune=dict(name="fastv", layer=1)),

@@ -51,41 +51,6 @@ def test_a_draft_without_the_video_would_be_refused_somewhere(family):
     assert report.draft["accepted"] < report.draft["proposed"]
 
 
-def test_a_window_memory_gives_its_own_tokens_with_and_without_a_draft(family):
-    name, model = family
-    inputs = prompt(name, PIECES["long"])
-    memory = {"name": "window", "sinks": 4, "window": 24, "margin": 8}
-    with mmaccel.accelerate(model, kv=memory):
-        alone = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    with mmaccel.accelerate(model, kv=memory, draft=Sequential(model=copy.deepcopy(model), window=4)):
-        assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), alone)
-    assert not torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), alone)
-
-
-def test_stop_criteria_and_streaming_are_the_plain_ones(family):
-    name, model = family
-    inputs = prompt(name, PIECES["video"])
-    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    start = inputs["input_ids"].shape[1]
-    stop = int(plain[0, start + 6])
-
-    class Listener:
-        def __init__(self):
-            self.heard, self.ended = [], False
-
-        def put(self, value):
-            self.heard += value.reshape(-1).tolist()
-
-        def end(self):
-            self.ended = True
-
-    listener = Listener()
-    want = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=stop)
-    twin = Sequential(model=copy.deepcopy(model), window=5)
-    ids, _ = drafted(model, inputs, twin, do_sample=False, eos_token_id=stop, streamer=listener)
-    assert torch.equal(ids, want) and listener.heard == ids[0].tolist() and listener.ended
-
-
 class Letters:
     """A tokenizer as far as stop strings go: token n is the letter n."""
 
@@ -144,22 +109,6 @@ def test_the_report_is_of_the_target_s_memory_when_it_drafts_for_itself(family):
     assert report.prompt_tokens == inputs["input_ids"].shape[1]
 
 
-def test_sampling_with_a_seed_runs_and_accepts_its_twin(family):
-    name, model = family
-    inputs = prompt(name, PIECES["video"])
-    torch.manual_seed(0)
-    ids, report = drafted(
-        model,
-        inputs,
-        Sequential(model=copy.deepcopy(model), window=4),
-        do_sample=True,
-        temperature=1.3,
-        top_k=0,
-    )
-    assert report.draft["accepted"] == report.draft["proposed"] > 0
-    assert ids.shape[1] == inputs["input_ids"].shape[1] + 24
-
-
 @pytest.mark.parametrize("where", ["call", "model", "config"])
 def test_lengths_of_a_padded_prompt_count_its_padding(family, where):
     """As `generate` alone does: `max_length` is that of the padded sequence."""
@@ -211,18 +160,3 @@ def test_a_processor_that_counts_its_calls_is_refused(family, given):
     if given == "watermarking_config":
         with mmaccel.accelerate(model):
             assert model.generate(**inputs, **options).shape[1] == inputs["input_ids"].shape[1] + 4
-
-
-def test_what_a_draft_cannot_do_is_told(family):
-    name, model = family
-    draft = Sequential(model=copy.deepcopy(model), window=4)
-    with mmaccel.accelerate(model, draft=draft):
-        single = prompt(name, PIECES["text"])
-        with pytest.raises(DraftError, match="output_hidden_states"):
-            model.generate(
-                **single, max_new_tokens=4, return_dict_in_generate=True, output_hidden_states=True
-            )
-        with pytest.raises(DraftError, match="custom_generate"):
-            model.generate(
-                **single, max_new_tokens=4, custom_generate=lambda model, input_ids, **rest: input_ids
-            )

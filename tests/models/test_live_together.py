@@ -160,8 +160,8 @@ def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
 
     steps, offer, begins, behind = QuestionRunner.step, Speculation.offer, dict[int, int](), list[bool]()
 
-    def offering(self: Any) -> Any:
-        offered = offer(self)
+    def offering(self: Any, most: int | None = None) -> Any:
+        offered = yield from offer(self, most)
         begins[id(self.target)] = self.target.length()
         return offered
 

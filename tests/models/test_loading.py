@@ -161,7 +161,8 @@ def test_quantized_weights(folder: Path, how: str) -> None:
     assert not step.known(family.layers(model), "silu", family), "a step would read the weights as they lie"
 
 
-@pytest.mark.parametrize("folder", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", NAMES[:2], indirect=True)
 def test_a_compiled_model(folder: Path) -> None:
     model = mmaccel.load_model(folder, torch.float32)
     plain, _ = calls(model, folder)

@@ -85,13 +85,6 @@ def test_the_report_has_the_memory_s_counters_and_the_store_is_closed() -> None:
     assert 0 < report.kv["resident"] < 24 and report.kv["host_bytes"] > 0
 
 
-def test_a_plain_call_after_detaching_is_the_plain_model_s() -> None:
-    inputs = prompt("random-qwen", 6)
-    before = said("random-qwen", None, inputs)
-    said("random-qwen", MOSAIC, inputs)
-    torch.testing.assert_close(said("random-qwen", None, inputs), before, rtol=0, atol=0)
-
-
 def image() -> dict[str, Any]:
     return {"type": "image", "image": film(25)[24]}
 

@@ -155,18 +155,6 @@ def test_padding_behind_a_prompt_takes_none_of_its_dense_rows(family, name):
             assert (pieces - together)[right["attention_mask"].bool()].abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["a_shape", "boundary_2d"])
-def test_patterns_that_look_at_the_layout_alone_do_not_feel_chunks(family, name):
-    kind, model = family
-    inputs = prompt(kind, PIECES)
-    with mmaccel.accelerate(model, sparse=small(name)), torch.no_grad():
-        whole = model(**inputs).logits
-    with mmaccel.accelerate(model, sparse=small(name), chunk=96) as fast, torch.no_grad():
-        pieces = model(**inputs).logits
-        assert fast.report().kept < 0.95
-    assert (pieces - whole).abs().max() <= 1e-4
-
-
 @pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
 def test_backends_agree(family, name):
     kind, model = family

@@ -16,7 +16,6 @@ from safetensors.torch import load, load_file, save_file
 
 import mmaccel
 from mmaccel.core.errors import MmaccelError, ModelError
-from mmaccel.core.files import checkpoint_io
 from mmaccel.core.streams import session_io
 from tests.models.streams import FPS, film, logits
 from tests.models.test_session_faults import begun
@@ -204,26 +203,6 @@ def test_a_first_save_that_is_killed_is_in_nobodys_way(tmp_path: Path) -> None:
             assert [p.name[:4] for p in sorted((tmp_path / f"{at}").iterdir())] == ["data", "sess"], at
             at += 1
     assert at > 10
-
-
-def test_two_saves_into_one_folder_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "stream"
-    with begun("recent", 3) as one, begun("recent", 4) as other, monkeypatch.context() as patch:
-        told = list[str]()
-        write = session_io._print_of
-
-        def meanwhile(where: Path, name: Path) -> Any:
-            if not told:
-                with pytest.raises(ModelError, match="another save writes to") as caught:
-                    other.save(place)
-                told.append(str(caught.value))
-            return write(where, name)
-
-        patch.setattr(session_io, "_print_of", meanwhile)
-        patch.setattr(checkpoint_io, "WAIT_S", 0.1)
-        one.save(place)
-        other.load(place)
-        assert told and len(other) == 3
 
 
 @pytest.mark.parametrize("files", [None, 5, [1, None], "abc", {"data-1/../a": 1}])

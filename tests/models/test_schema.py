@@ -14,6 +14,7 @@ import mmaccel
 from mmaccel.core.errors import ModelError
 from mmaccel.models.schema import LONGEST, by_schema
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.products import product
 
 SCHEMA = {
     "type": "object",
@@ -57,8 +58,9 @@ def test_an_answer_is_json_of_the_schema(library: Any, name: str) -> None:
         assert session.ask(QUESTION, 80).ids == plain.ids, "it leaves no trace"
 
 
-@pytest.mark.parametrize("draft", ["prompt_lookup", "sequential", "tree", "parallel"])
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(
+    ("draft", "sample"), product(["prompt_lookup", "sequential", "tree", "parallel"], [False, True])
+)
 def test_drafts_say_the_same(library: Any, draft: str, sample: bool) -> None:
     model, processor = pair("tiny-ov")
     fields = {"name": draft} | ({} if draft == "prompt_lookup" else {"model": "tiny-ov-draft"})

@@ -180,32 +180,6 @@ def test_a_placeholder_that_the_model_wrote_is_a_word(family):
     assert again.shape[1] == more.shape[1] + 3
 
 
-def test_a_padded_prompt_with_a_draft(family):
-    kind, model = family
-    inputs = prompt(kind, PROMPTS["video"])
-    padded = batch(kind, [inputs, prompt(kind, [("text", 60)])])
-    single = {
-        k: v[:1] if k in ("input_ids", "attention_mask", "mm_token_type_ids") else v
-        for k, v in padded.items()
-    }
-    plain = model.generate(**single, max_new_tokens=10, do_sample=False)
-    with mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model), window=4)) as fast:
-        assert torch.equal(model.generate(**single, max_new_tokens=10, do_sample=False), plain)
-        assert fast.report().draft["accepted"] == fast.report().draft["proposed"] > 0
-
-
-def test_a_draft_that_fails_at_once_costs_no_token(family, monkeypatch):
-    kind, model = family
-    inputs = prompt(kind, PROMPTS["video"])
-    plain = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    draft = copy.deepcopy(model)
-    with mmaccel.accelerate(model, draft=Sequential(model=draft, window=4)) as fast:
-        monkeypatch.setattr(draft, "forward", lambda *a, **k: 1 / 0)
-        with pytest.warns(mmaccel.MmaccelWarning, match="dropped"):
-            assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
-        assert "ZeroDivisionError" in fast.report().draft["failed"]
-
-
 def test_arguments_by_position_and_options_that_clash(family):
     kind, model = family
     ids = prompt(kind, PROMPTS["text"])["input_ids"]

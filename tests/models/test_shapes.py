@@ -14,6 +14,10 @@ PUBLISHED = {
     "llava-onevision-0.5b": 0.89,
     "llava-onevision-7b": 8.03,
     "llava-onevision-72b": 73.2,
+    "qwen3-vl-8b": 8.77,
+    "qwen3.5-9b": 9.41,  # 8.95 of language, without the layer that predicts a second token
+    "internvl3.5-8b": 8.53,
+    "glm-4.1v-9b": 10.29,
 }
 
 

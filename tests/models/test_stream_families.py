@@ -367,7 +367,7 @@ def test_a_stored_video_under_a_pattern(kind: str) -> None:
     assert sparse_[1] is not None and 0 < sparse_[1] < 1 and (dense[0] - sparse_[0]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "perception_lm"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "perception_lm", "glm46v"])
 @pytest.mark.parametrize("kv", ["rekv", "streammem", "full"])
 def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""

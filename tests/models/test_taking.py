@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import warnings
@@ -59,7 +60,7 @@ def film(path: Path, frames: int, rate: int, height: int, width: int) -> Path:
 
 @pytest.mark.parametrize(
     ("frames", "rate", "height", "width"),
-    [(300, 30, 720, 1280), (45, 30, 90, 160), (7, 1, 360, 202), (3, 1, 240, 320), (100, 25, 480, 640)],
+    [(90, 30, 720, 1280), (45, 30, 90, 160), (7, 1, 360, 202), (3, 1, 240, 320), (100, 25, 480, 640)],
 )
 def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
     frames: int, rate: int, height: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,8 +89,8 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
             assert (
                 torch.allclose(value, wanted[name]) if "second" in name else torch.equal(value, wanted[name])
             )
-    if frames == 300:
-        assert got["video_grid_thw"].tolist() == [[10, 40, 72]] and got["input_ids"].numel() == 7200
+    if frames == 90:
+        assert got["video_grid_thw"].tolist() == [[3, 40, 72]] and got["input_ids"].numel() == 2160
 
 
 def test_of_a_long_video_pixels_are_shared_out() -> None:
@@ -168,12 +169,13 @@ def test_auto_takes_all_that_the_positions_of_qwen_hold(
     monkeypatch.setattr(taking, "RESERVE", 40)
     config = family.text(model).config
 
+    @functools.cache
     def last(count: int) -> int:
         inputs = processor(processor.video_token, videos=path, frames=count)
         return int(family.positions(model, inputs).max())
 
     taken = set()
-    for limit in (46, 150, 160, 161, 200, 201, 220, 221, 255, 279, 280, 281):
+    for limit in (46, 150, 160, 161, 200, 220, 221, 279, 280, 281):
         monkeypatch.setattr(config, "max_position_embeddings", limit)
         count, told = most_frames(processor, model, path)
         assert last(count) + 40 < limit and (count == 600 or last(count + 2) + 40 >= limit)

@@ -45,7 +45,7 @@ PRUNERS: dict[str, dict[str, Any]] = {
     "sparsevlm": dict(layers=(1,), retention=(0.5,)),
 }
 MEMORIES = ("full", "offload", "recent", "no_cache", "window")
-TOLD = dict(max_new_tokens=8, do_sample=False)
+TOLD = dict(max_new_tokens=4, do_sample=False)
 
 
 def answers(folder: str, films: str, sharded: bool) -> dict[str, Any]:

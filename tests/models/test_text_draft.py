@@ -11,7 +11,7 @@ import torch
 import transformers as T
 
 import mmaccel
-from mmaccel.core.decoding.draft import Proposal
+from mmaccel.core.decoding.draft import Drafting
 from mmaccel.core.errors import DraftError, MmaccelError, ModelError
 from mmaccel.models import loading, step
 from mmaccel.models.causal import reads
@@ -80,14 +80,14 @@ def test_placeholders_are_never_proposed(family, monkeypatch: pytest.MonkeyPatch
     draft = words_of()
     draft.lm_head.weight.data[[IMG, VID]] = 20 * draft.lm_head.weight.data[[5]].abs().max()
     proposed: list[int] = []
-    plain = Drafter.propose
+    plain = Drafter.drafting
 
-    def propose(self: Drafter) -> Proposal:
-        found = plain(self)
+    def drafting(self: Drafter, most: int | None = None) -> Drafting:
+        found = yield from plain(self, most)
         proposed.extend(found.ids.tolist())
         return found
 
-    monkeypatch.setattr(Drafter, "propose", propose)
+    monkeypatch.setattr(Drafter, "drafting", drafting)
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 2.0}):
         with mmaccel.accelerate(target, draft=TextOnly(model=draft, window=4)) as fast:
             target.generate(**prompt(name, PROMPTS["video"]), max_new_tokens=16, **options)

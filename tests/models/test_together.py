@@ -20,7 +20,7 @@ from tests.models.tiny_random import BUILD as COMMON
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 
-BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("internvl", "qwen3_vl")}}
+BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl")}}
 KINDS = ["text", "video", "interleaved", "long", "image"]
 pytestmark = pytest.mark.numeric(by="torch")
 
@@ -49,9 +49,7 @@ def test_ragged_rows_of_several_sequences(family):
     name, model = family
     with ExitStack() as stack:
         ours, theirs = opened(stack, model, KINDS, name)
-        together = None
-        for runner, _ in ours:
-            together = StepsTogether.of(runner, together)
+        together = StepsTogether.of(ours[0][0])
         draw = torch.Generator().manual_seed(3)
         for round_ in range(14):
             some = [n for n in range(len(KINDS)) if (round_ + n) % 4]
@@ -77,7 +75,7 @@ def test_memories_grow_and_are_given_back(family, monkeypatch):
     name, model = family
     with ExitStack() as stack:
         ours, theirs = opened(stack, model, ["text", "video"], name)
-        together = StepsTogether.of(ours[0][0], None)
+        together = StepsTogether.of(ours[0][0])
         for token in range(12):
             ids = [torch.tensor([[token + 3]]), torch.tensor([[token + 5]])]
             for logits, own, (plain, _) in zip(
@@ -93,10 +91,10 @@ def test_copies_over_the_same_weights_share_a_step(family):
     name, model = family
     with ExitStack() as stack:
         (first, _), (second, _) = opened(stack, model, ["text", "video"], name)[0]
-        together = StepsTogether.of(first, None)
-        assert StepsTogether.of(second, together) is together
+        together = StepsTogether.of(first)
+        assert StepsTogether.of(second, [together]) is together
         other = stack.enter_context(mmaccel.accelerate(BUILD[name](layers=3, seed=1))).view.runner()
-        assert StepsTogether.of(other, together) is not together
+        assert StepsTogether.of(other, [together]) is not together
 
 
 CALLS = [
@@ -211,7 +209,7 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
 @pytest.mark.parametrize(
     ("choice", "why"),
     [
-        ({"draft": "prompt_lookup"}, "draft 'prompt_lookup'"),
+        ({"draft": {"name": "tree", "model": BUILD["llava"](layers=3)}}, "draft 'tree'"),
         ({"kv": "rekv"}, "kv 'rekv'"),
         ({"kv": {"name": "window", "window": 64}}, "memory"),
         ({"prune": "fastv"}, "pruned"),

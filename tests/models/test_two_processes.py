@@ -29,18 +29,54 @@ def spoken(request, shipped):
     return model, inputs, model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
 
 
+def three(inputs, want):
+    """Prompts of unequal length, as one batch: what was said so far is part of the later ones. They end at three times."""
+    start = inputs["input_ids"].shape[1]
+    said = want[0, start:].tolist()
+    more_said = (0, 12, 5)
+    width = start + max(more_said)
+    rows = {name: torch.cat([x] * 3) for name, x in inputs.items()}
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        if name in inputs:
+            whole = torch.zeros(3, width, dtype=inputs[name].dtype)
+            for row, count in zip(whole, more_said, strict=True):
+                more = {"input_ids": want[0, start : start + count], "attention_mask": torch.ones(count)}
+                row[width - start - count :] = torch.cat(
+                    [inputs[name][0], more.get(name, torch.zeros(count)).to(whole.dtype)]
+                )
+            rows[name] = whole
+    ahead = [said[count : count + 24] for count in more_said]
+    end = next(
+        token
+        for token in said
+        if all(token in row[3:] and token not in row[:3] for row in ahead)
+        and len({row.index(token) for row in ahead}) == 3
+    )
+    rows |= {"max_new_tokens": 24, "do_sample": False, "eos_token_id": end}
+    return rows, [row.index(end) + 1 for row in ahead]
+
+
 def test_captions_are_the_plain_ones_and_a_killed_draft_loses_none(spoken, monkeypatch):
+    """One, and three of one process."""
     model, inputs, want = spoken
+    rows, counts = three(inputs, want)
+    plain = model.generate(**rows)
 
     def say() -> torch.Tensor:
         return model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
 
-    choice = Parallel(model="beside", window=4, threads=1, prune={"name": "uniform", "retention": 0.5})
+    choice = Parallel(
+        in_batches="always", model="beside", window=4, threads=1, prune={"name": "uniform", "retention": 0.5}
+    )
     with mmaccel.accelerate(model, draft=choice) as fast:
         assert torch.equal(say(), want)
         told = fast.report().draft
         assert told["failed"] is None and told["accepted"] > 0 and told["counters"]["drafted"] > 0
         assert told["counters"]["streak_max"] >= 2
+        assert torch.equal(model.generate(**rows), plain)
+        told = fast.report().draft
+        assert told["failed"] is None and len(told["sequences"]) == 3 and told["accepted"] > 0
+        assert [one["new_tokens"] for one in told["sequences"]] == counts
         (worker,) = fast.view._held.values()
 
         # In mid-window: the draft is at work when the target's third step ends.
@@ -71,40 +107,3 @@ def test_captions_are_the_plain_ones_and_a_killed_draft_loses_none(spoken, monke
         assert fast.report().draft["failed"] and fast.report().draft["accepted"] == 0
         last = next(iter(fast.view._held.values()), None)
     assert last is None or last.process.poll() is not None, "off with the recipe, gone is the process"
-
-
-def test_three_captions_of_one_process_are_the_plain_ones(spoken):
-    """Prompts of unequal length, as one batch: what was said so far is part of the later ones. They end at three times."""
-    model, inputs, want = spoken
-    start = inputs["input_ids"].shape[1]
-    said = want[0, start:].tolist()
-    more_said = (0, 12, 5)
-    width = start + max(more_said)
-    rows = {name: torch.cat([x] * 3) for name, x in inputs.items()}
-    for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
-        if name in inputs:
-            whole = torch.zeros(3, width, dtype=inputs[name].dtype)
-            for row, count in zip(whole, more_said, strict=True):
-                more = {"input_ids": want[0, start : start + count], "attention_mask": torch.ones(count)}
-                row[width - start - count :] = torch.cat(
-                    [inputs[name][0], more.get(name, torch.zeros(count)).to(whole.dtype)]
-                )
-            rows[name] = whole
-    ahead = [said[count : count + 24] for count in more_said]
-    end = next(
-        token
-        for token in said
-        if all(token in row[3:] and token not in row[:3] for row in ahead)
-        and len({row.index(token) for row in ahead}) == 3
-    )
-    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": end}
-    plain = model.generate(**rows, **options)
-    choice = Parallel(
-        in_batches="always", model="beside", window=4, threads=1, prune={"name": "uniform", "retention": 0.5}
-    )
-    with mmaccel.accelerate(model, draft=choice) as fast:
-        assert torch.equal(model.generate(**rows, **options), plain)
-        told = fast.report().draft
-    assert told["failed"] is None and len(told["sequences"]) == 3 and told["accepted"] > 0
-    counts = [one["new_tokens"] for one in told["sequences"]]
-    assert counts == [row.index(end) + 1 for row in ahead]

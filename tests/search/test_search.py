@@ -23,7 +23,7 @@ from mmaccel.search.run import differing, head_pattern_names
 from mmaccel.search.space import KINDS, Scale, Slot, alone, levelled
 from tests.models.tiny_random import BUILD, prompt
 
-PIECES = [("text", 12), ("video", 30), ("text", 40), ("video", 30), ("text", 9)]
+PIECES = [("text", 12), ("video", 20), ("text", 40), ("video", 20), ("text", 9)]
 PAIRS = Settings(cost="pairs", block=16)
 
 
@@ -99,21 +99,27 @@ def test_the_model_is_left_as_it_was_and_the_table_serves_it(found: Any) -> None
     assert report.kept == pytest.approx(first, abs=0.05)
 
 
-@pytest.mark.parametrize("found", ["qwen"], indirect=True)
-def test_a_stopped_search_goes_on(found: Any, tmp_path: Path) -> None:
-    kind, model, _, table = found
-    inputs, path = prompt(kind, PIECES), tmp_path / "t.json"
-    seen: list[tuple[str, int]] = []
+@pytest.fixture(scope="module")
+def stopped(found: Any, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What a search of the same prompt has written when it is stopped in the second of two layers."""
+    kind, model, *_ = found
+    path = tmp_path_factory.mktemp("stopped") / "t.json"
 
     def stop(what: str, done: int, total: int | None) -> None:
-        seen.append((what, done))
         if what == "score" and done > (total or 0) // 2 + 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        search(model, inputs, path, PAIRS, progress=stop)
+        search(model, prompt(kind, PIECES), path, PAIRS, progress=stop)
     assert mmaccel.attached(model) is None and not path.exists()
-    parts = tmp_path / "t.json.parts"
+    return path.with_name("t.json.parts").read_bytes()
+
+
+@pytest.mark.parametrize("found", ["qwen"], indirect=True)
+def test_a_stopped_search_goes_on(found: Any, stopped: bytes, tmp_path: Path) -> None:
+    kind, model, _, table = found
+    inputs, path, parts = prompt(kind, PIECES), tmp_path / "t.json", tmp_path / "t.json.parts"
+    parts.write_bytes(stopped)
     assert [row["layer"] for row in read_rows([parts]) if "layer" in row] == [0]
     with pytest.raises(RecipeError, match=r"holds a search with another tolerance \(0.05\); give what"):
         search(model, inputs, path, Settings(cost="pairs", block=16, tolerance=0.1))
@@ -121,35 +127,27 @@ def test_a_stopped_search_goes_on(found: Any, tmp_path: Path) -> None:
         RecipeError, match=r"another sample \(.*\), --cost \(pairs\) and --extended \(False\);"
     ):
         search(model, prompt(kind, PIECES[:-1]), path, Settings(block=16, extended=True))
-    before = parts.read_bytes()
     marks: list[int] = []
 
     def watching(what: str, done: int, total: int | None) -> None:
         if what == "score":
             marks.append(total or 0)
-            assert parts.read_bytes().startswith(before)
+            assert parts.read_bytes().startswith(stopped)
             if done == 1:  # the layer on which costs were measured is gone
                 assert [one.layer for one in gc.get_objects() if type(one) is Inside] == [1]
 
     again = search(model, inputs, path, PAIRS, progress=watching)
     assert not parts.exists()
     assert again["layers"] == table["layers"] and again["space"] == table["space"]
-    whole = max(total for what, total in [("score", m) for m in marks])
-    assert len(marks) == whole  # one of two layers, and each of its steps once
+    assert len(marks) == max(marks)  # one of two layers, and each of its steps once
 
 
 @pytest.mark.parametrize("found", ["qwen"], indirect=True)
-def test_what_is_damaged_is_measured_again_and_another_file_is_named(found: Any, tmp_path: Path) -> None:
+def test_what_is_damaged_is_measured_again_and_another_file_is_named(
+    found: Any, stopped: bytes, tmp_path: Path
+) -> None:
     kind, model, _, table = found
     inputs, path, parts = prompt(kind, PIECES), tmp_path / "t.json", tmp_path / "t.json.parts"
-
-    def stop(what: str, done: int, total: int | None) -> None:
-        if what == "score" and done > (total or 0) // 2 + 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        search(model, inputs, path, PAIRS, progress=stop)
-    whole = parts.read_bytes()
     for other in (b"a user's own", b'{"some": "rows"}\n', b'{"about": "something else"}\n'):
         parts.write_bytes(other)
         with pytest.raises(RecipeError, match=r"t.json.parts (is there and holds no|holds a) search"):
@@ -161,7 +159,7 @@ def test_what_is_damaged_is_measured_again_and_another_file_is_named(found: Any,
         search(model, inputs, path, PAIRS)
     parts.rmdir()
     # A line that is damaged, and one that was cut off: each is measured again.
-    parts.write_bytes(whole.replace(b'{"measured"', b'{"mea', 1)[:-100])
+    parts.write_bytes(stopped.replace(b'{"measured"', b'{"mea', 1)[:-100])
     again = search(model, inputs, path, PAIRS)
     assert not parts.exists() and again["layers"] == table["layers"]
 

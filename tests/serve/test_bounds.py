@@ -19,8 +19,8 @@ import mmaccel
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.recipe import Recipe
 from mmaccel.media.video import write_jpeg
+from mmaccel.serve import copies, sources
 from mmaccel.serve import engine as engines
-from mmaccel.serve import sources
 from mmaccel.serve.kept import KeptVideos
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Settings
@@ -320,14 +320,14 @@ def test_who_waits_for_a_copy_has_its_time_and_makes_one_where_that_failed(
 ) -> None:
     plain, alone = served.engine, Settings(limits=Limits(at_once=1, together=0))
     engine = engines.Engine("x", plain.model, plain.processor, {"dense": Recipe()}, alone)
-    real, fails = engines.accelerate, threading.Event()
+    real, fails = copies.accelerate, threading.Event()
 
     def failing(*given: Any) -> Any:
         fails.wait(10)
-        monkeypatch.setattr(engines, "accelerate", real)
+        monkeypatch.setattr(copies, "accelerate", real)
         raise MemoryError
 
-    monkeypatch.setattr(engines, "accelerate", failing)
+    monkeypatch.setattr(copies, "accelerate", failing)
 
     def make() -> None:
         with pytest.raises(MemoryError), engine._copy_of("dense", Deadline(20)):
@@ -335,7 +335,7 @@ def test_who_waits_for_a_copy_has_its_time_and_makes_one_where_that_failed(
 
     first = threading.Thread(target=make)
     first.start()
-    eventually(lambda: engine._made["dense"] == 1)
+    eventually(lambda: engine.copies._made["dense"] == 1)
     with pytest.raises(Ended), engine._copy_of("dense", Deadline(0.2)):
         pass
     threading.Timer(0.3, fails.set).start()

@@ -11,10 +11,11 @@ import httpx2
 import pytest
 import torch
 
+from mmaccel.core.recipe import Recipe
 from mmaccel.models.together import StepsTogether
 from mmaccel.policies.kv.full import FullState
 from mmaccel.serve.settings import Limits, Settings
-from tests.serve.conftest import CHAT, Served, frames_url, running, text, video
+from tests.serve.conftest import CHAT, Served, frames_url, recipes, running, text, video
 from tests.serve.test_load import without_end
 
 BODIES = [
@@ -63,13 +64,33 @@ def test_answers_share_steps_and_are_those_of_each_alone() -> None:
 
 
 def test_what_shares_no_step_says_why() -> None:
-    with running() as served:
-        for recipe, why in (("prompt_lookup", "draft 'prompt_lookup'"), ("fastv", "pruned")):
+    tree = Recipe.load(None, draft={"name": "tree", "model": "tiny-ov-draft"})
+    with running(chosen={**recipes(), "tree": tree}) as served:
+        for recipe, why in (("tree", "draft 'tree'"), ("fastv", "pruned")):
             how = {"max_tokens": 4, "temperature": 0.5, "mmaccel": {"recipe": recipe}}
             told = served.chat([video(frames_url(3)), text()], **how)
             assert why in told.json()["mmaccel"]["alone"]
         with served.client() as client:
             assert "mmaccel_alone_answers_total 2.0" in client.get("/metrics").text
+
+
+@pytest.mark.parametrize("draft", ["prompt_lookup", {"name": "sequential", "model": "tiny-ov-draft"}])
+def test_drafts_share_steps_and_answers_are_those_of_each_alone(draft: Any) -> None:
+    """Also sampled ones, by their seeds; of a draft model the weights are held once."""
+    chosen = {"drafted": Recipe.load(None, draft=draft)}
+    bodies = [{**body, "model": "tiny-ov@drafted"} for body in BODIES]
+    with running(Settings(), chosen, without_end()) as served:
+        alone = [said(one) for one in asyncio.run(answers(served, bodies, at_once=False))]
+        sizes = list[int]()
+        served.engine.batch._told = slowly(sizes)
+        found = asyncio.run(answers(served, bodies))
+        assert [said(one) for one in found] == alone
+        assert max(sizes) > 2 and all(one.json()["mmaccel"]["alone"] is None for one in found)
+        if draft != "prompt_lookup":
+            assert any(one.json()["mmaccel"]["report"]["draft"]["accepted"] for one in found)
+            copies = list(served.engine.copies._idle["drafted"].queue)
+            places = {next(one.recipe.draft.model.parameters()).data_ptr() for one in copies}  # type: ignore[attr-defined]
+            assert len(copies) > 2 and len(places) == 1
 
 
 def test_no_more_share_steps_than_the_limit() -> None:

@@ -4,27 +4,40 @@ Orca, OSDI 2022, section 3.1)."""
 from __future__ import annotations
 
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.layer_ops import MOST
-from mmaccel.core.decoding.generate import Speculation
+from mmaccel.core.adapter import Runner
+from mmaccel.core.decoding.draft import DraftStep, sent
+from mmaccel.core.decoding.generate import Offer, Speculation
+from mmaccel.core.decoding.load import Load
 from mmaccel.core.prefill.attention import ForwardPass
+
+Wanted = tuple[Speculation, Runner, Tensor, Any]
+"""A step of a sequence's target or draft: the runner, ids [1, n], and its `Runner.together`."""
+
+KEPT = 4
+"""Models whose steps are shared, at most."""
 
 
 class Batch:
     """Sequences that are decoded together, each with a memory, a draft, random numbers and an end of its own: each commits
     what it would commit alone. They come and go between two rounds.
 
-    Threads bring their sequences and wait for these; one of the threads does the rounds for all. In a round the targets that
-    share a `Runner.together` take one step; a target without one, and rows of a tree, take steps of their own.
+    Threads bring their sequences and wait for these; one of the threads does the rounds for all. In a round drafts propose,
+    as many tokens as pay at this load (`Load`), and then the targets judge; those that share a `Runner.together` take each
+    step as one, drafts among themselves too. A runner without one, and rows of a tree, take steps of their own.
 
-    told     called with the number of sequences of each step that several may share
+    told     called with the number of sequences of each step of targets that several may share
     holding  gives what is held while a round lasts
     """
 
@@ -33,8 +46,9 @@ class Batch:
         told: Callable[[int], object] = lambda count: None,
         holding: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._together: Any = None
-        self._told, self._holding = told, holding
+        self._told, self._holding, self.load = told, holding, Load()
+        self._of: Callable[[Any, Sequence[Any]], Any] = lambda runner, known: None
+        self._known, self._seen = list[Any](), WeakSet[Any]()
         self._live: list[Speculation] = []
         self._failed: dict[Speculation, Exception] = {}
         self._changed = threading.Condition()
@@ -44,11 +58,21 @@ class Batch:
         """How many sequences are being decoded."""
         return len(self._live)
 
-    def shared(self, of: Callable[[Any], Any]) -> Any:
-        """The `Runner.together` of a target that comes, which `of` makes of that of the last one (None: it is the first)."""
+    def share(self, runner: Any, of: Callable[[Any, Sequence[Any]], Any]) -> None:
+        """Have steps of `runner`, and of the drafts that come, shared by what `of` gives: the `Runner.together` of a runner,
+        one of those known or a new one; None: it shares no steps."""
         with self._changed:
-            self._together = of(self._together)
-            return self._together
+            self._of = of
+            self._join(runner)
+
+    def _join(self, runner: Any) -> Any:
+        """The `Runner.together` of a runner, which is looked for once."""
+        if runner.together is None and runner not in self._seen:
+            self._seen.add(runner)
+            runner.together = found = self._of(runner, self._known)
+            if found is not None and found not in self._known:
+                self._known = [*self._known, found][-KEPT:]
+        return runner.together
 
     def run(self, sequences: Sequence[Speculation]) -> None:
         """Decode `sequences`, with all others that are here meanwhile, until they have ended. Raises what ended one of them:
@@ -91,43 +115,87 @@ class Batch:
     def _round(self) -> None:
         with self._changed:
             live = list(self._live)
-        shared: dict[Any, list[tuple[Speculation, Tensor]]] = {}
-        for one in live:
+        began, free = time.perf_counter(), sum(one.adapts for one in live)
+        most = self.load.most(len(live), free) if free else None
+        offers = self._offers({one: one.offer(most if one.adapts else None) for one in live})
+        wanted, taken = list[Wanted](), 0
+        for one, offered in offers.items():
             with self._careful(one):
-                offered = one.offer()
-                together = one.target.together
-                if offered is None or len(offered) > 1 or together is None:
+                if offered is None or len(offered) > 1:
                     one.take(None if offered is None else one.target.step(*offered)[0])
                 else:
-                    shared.setdefault(together, []).append((one, offered[0]))
-        for together, some in shared.items():
-            for one, logits in self._stepped(together, some):
-                with self._careful(one):
-                    if isinstance(logits, Exception):
-                        raise logits
-                    one.take(logits[0])
+                    wanted.append((one, one.target, offered[0], one.target.together))
+        for one, logits in self._steps(wanted, self._told):
+            with self._careful(one):
+                if isinstance(logits, Exception):
+                    raise logits
+                one.take(logits[0])
+                taken += 1
+        if most is not None and taken == len(live):
+            seconds = time.perf_counter() - began
+            self.load.took(len(live), most, seconds, [one.judged for one in live if one.judged[0]])
         with self._changed:
             self._live = [one for one in self._live if not one.ended]
             if len(self._live) < len(live):
                 self._changed.notify_all()
 
-    def _stepped(
-        self, together: Any, some: list[tuple[Speculation, Tensor]]
+    def _offers(self, works: dict[Speculation, Any]) -> dict[Speculation, Offer | None]:
+        """What each sequence offers, whose drafts take their steps together."""
+        offers = dict[Speculation, Offer | None]()
+        given = dict[Speculation, Tensor | Exception | None].fromkeys(works)
+        while given:
+            asked = dict[Speculation, DraftStep]()
+            for one, said in given.items():
+                with self._careful(one):
+                    try:
+                        asked[one] = sent(works[one], said)
+                    except StopIteration as over:
+                        offers[one] = over.value
+            given, groups = {}, defaultdict[Any, list[Speculation]](list)
+            wanted = [
+                (one, each.runner, each.ids[None], self._join(each.runner)) for one, each in asked.items()
+            ]
+            for one, logits in self._steps(wanted):
+                given[one] = last = logits if isinstance(logits, Exception) else logits[0, -1:]
+                if isinstance(last, Tensor):
+                    groups[asked[one].kind, last.shape, last.device].append(one)
+            for some in groups.values():
+                rows = asked[some[0]].said(torch.cat([given[one] for one in some]))  # type: ignore[misc]
+                given |= zip(some, rows, strict=True)
+        return {one: offers[one] for one in works if one in offers}
+
+    def _steps(
+        self, wanted: Sequence[Wanted], told: Callable[[int], object] = lambda count: None
     ) -> Iterator[tuple[Speculation, Tensor | Exception]]:
         """Each sequence with the logits [1, n, V] of its rows, or what failed in it."""
+        shared: dict[Any, list[Wanted]] = {}
+        for each in wanted:
+            shared.setdefault(each[3] or each[1], []).append(each)
+        for some in shared.values():
+            yield from self._stepped(some, told)
+
+    def _stepped(
+        self, some: Sequence[Wanted], told: Callable[[int], object]
+    ) -> Iterator[tuple[Speculation, Tensor | Exception]]:
+        _, first, rows, together = some[0]
+        before = [runner.length() for _, runner, _, _ in some]
         try:
-            logits = together([one.target for one, _ in some], [rows for _, rows in some])
+            if together is None:
+                logits = [first.step(rows)]
+            else:
+                logits = together([runner for _, runner, _, _ in some], [rows for _, _, rows, _ in some])
         except Exception as error:
             if len(some) == 1:
                 yield some[0][0], error
                 return
             # One of them, such as a memory that finds no room to grow, is not to end the others.
-            for each in some:
-                each[0].rewind()
-                yield from self._stepped(together, [each])
+            for each, length in zip(some, before, strict=True):
+                each[1].truncate(length)
+                yield from self._stepped([each], told)
             return
-        self._told(len(some))
-        yield from zip((one for one, _ in some), logits, strict=True)
+        if together is not None:
+            told(len(some))
+        yield from zip((one for one, *_ in some), logits, strict=True)
 
     @contextmanager
     def _careful(self, one: Speculation) -> Iterator[None]:

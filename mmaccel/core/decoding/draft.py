@@ -1,10 +1,9 @@
 """The contract of a draft, who proposes the next tokens, and how a proposal is judged with the target's logits.
 
-What is committed is what the target alone would have said. Greedy: the longest prefix that equals the target's own choices,
-then the target's choice. Sampling: the accept rule of speculative sampling (Leviathan et al. 2023, arXiv 2211.17192,
-Algorithm 1; Chen et al. 2023, arXiv 2302.01318): token x drawn from q is kept with probability min(1, p(x) / q(x)); at the
-first refusal a token of the residual (p - q)+ is committed; when all are kept, a bonus token of p. A greedy or looked-up
-token is the case q(x) = 1.
+What is committed is what the target alone would have said. Greedy: the longest prefix of the target's own choices, then its
+next choice. Sampling: the accept rule of speculative sampling (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1; Chen et
+al. 2023, arXiv 2302.01318): token x drawn from q is kept with probability min(1, p(x) / q(x)); at the first refusal a token
+of the residual (p - q)+ is committed; when all are kept, a bonus token of p. A greedy token is the case q(x) = 1.
 
 Letters: n proposed tokens, V vocabulary of the target, S tokens before the proposal.
 """
@@ -12,15 +11,16 @@ Letters: n proposed tokens, V vocabulary of the target, S tokens before the prop
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from mmaccel.core.adapter import Branches, Columns, ModelView
+from mmaccel.core.adapter import Branches, Columns, ModelView, Runner
 from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.errors import DraftError, RecipeError
@@ -117,6 +117,34 @@ class Prompt:
     deadline: Any = None
 
 
+@dataclass(frozen=True, eq=False)
+class DraftStep:
+    """A step of `runner` over `ids` [n], after which the draft gets logits [vocab], or the likeliest token [1] if it is
+    `greedy`. Tokens of `never` are not said."""
+
+    runner: Runner
+    ids: Tensor
+    vocab: int
+    never: tuple[int, ...] = ()
+    greedy: bool = True
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Steps of one kind may be `said` together."""
+        return self.vocab, self.never, self.greedy
+
+    def said(self, logits: Tensor) -> Tensor:
+        """What drafts get of `logits` [m, V]: [m, vocab] or, if greedy, [m, 1]."""
+        logits = resize(logits, self.vocab, float("-inf"))
+        if self.never:
+            logits = logits.index_fill(1, logits.new_tensor(self.never).long(), float("-inf"))
+        return logits.argmax(-1, keepdim=True) if self.greedy else logits
+
+
+Drafting = Generator[DraftStep, Tensor, Any]
+"""Work of a draft, which is sent what each of its steps says."""
+
+
 class DraftState(ABC):
     """A draft at work on one sequence, in one turn of it."""
 
@@ -140,6 +168,11 @@ class DraftState(ABC):
     @abstractmethod
     def propose(self) -> Proposal:
         """The tokens to verify next; may be empty."""
+
+    def drafting(self, most: int | None = None) -> Drafting:
+        """`propose`, of at most `most` tokens where the draft can choose, whose steps others take (`DraftStep`)."""
+        yield from ()
+        return self.propose()
 
     def tail(self) -> Proposal:
         """One token that follows the whole proposal, or none; it is judged as the last of it. Asked after the target's step
@@ -212,6 +245,25 @@ class DraftStrategy(Policy, ABC, kind="draft"):
         raise DraftError(f"{self.name}: it opens no stream of its own; leave 'video' out of needs.")
 
 
+def sent(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
+    """The next step of `work`, after what the last one said (None: the first) or raised."""
+    return work.throw(given) if isinstance(given, Exception) else work.send(given)  # type: ignore[arg-type]
+
+
+def alone(work: Drafting) -> Any:
+    """What `work` gives at its end, whose steps are taken one by one."""
+    given: Tensor | Exception | None = None
+    while True:
+        try:
+            asked = sent(work, given)
+        except StopIteration as over:
+            return over.value
+        try:
+            given = asked.said(asked.runner.step(asked.ids[None])[0, -1:])[0]
+        except Exception as error:
+            given = error
+
+
 def accept(
     proposal: Proposal,
     logits: Tensor,
@@ -244,11 +296,10 @@ def accept(
         return best[: kept + 1], kept
     # A token the target does not have is refused below; processors, which look tokens up, must not trip over it.
     before = torch.cat([ids.to(logits.device), drafted.clamp(0, logits.shape[-1] - 1)])
-    p = _real(torch.stack([warp(before[: ids.numel() + i], logits[i]) for i in range(rows)]))
+    p = real(torch.stack([warp(before[: ids.numel() + i], logits[i]) for i in range(rows)]))
     if not n:
         return draw(p[0], generator), 0
-    if rows == n:
-        # In the place of the bonus token's row, which nothing is taken from.
+    if rows == n:  # in the place of the bonus token's row, which nothing is taken from
         p = torch.cat([p, p[:1]])
     q = proposal.q
     faults = torch.zeros(3, dtype=torch.long, device=p.device)
@@ -267,42 +318,6 @@ def accept(
         if is_so:
             raise DraftError(words.format(p.shape[-1]))
     return torch.cat([drafted[:kept], last])[:rows], kept
-
-
-def accept_tree(
-    proposal: Proposal,
-    logits: Tensor,
-    ids: Tensor,
-    warp: Warp | None = None,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The tokens to commit, [k + 1] long, and the path [k] of proposed tokens among them, from the root down.
-
-    logits [n + 1, V]: row 0 follows the last committed token, row i + 1 the branch that ends in token i. From the root on
-    the target chooses, or draws, its own next token; where a child says the same the walk goes on below it. Sampling this
-    is exact, and it is the most that can be kept: for children that are chosen without chance, rejection over siblings one
-    after the other accepts with the same probability, the target's mass on all of them.
-    """
-    check(proposal)
-    assert proposal.parents is not None
-    tokens, parents = proposal.ids.cpu(), proposal.parents.cpu()
-    if logits.shape[0] != tokens.numel() + 1:
-        raise DraftError(
-            f"{tokens.numel()} proposed tokens need {tokens.numel() + 1} rows of logits; {logits.shape[0]} were given."
-        )
-    if warp is None:
-        # Made before the device is waited for, which has the step to do meanwhile.
-        tokens, sees = distinct(tokens, parents), proposal.branches.sees
-        best = logits.argmax(-1).cpu()
-        path = judge_tree(tokens, parents, sees, best).nonzero()[:, 0]
-        return best[torch.nn.functional.pad(path + 1, (1, 0))].to(logits.device), path
-    said, nodes = ids.to(logits.device), [-1]
-    while True:
-        said = torch.cat([said, draw(_real(warp(said, logits[nodes[-1] + 1])), generator)])
-        child = ((parents == nodes[-1]) & (tokens == int(said[-1]))).nonzero()
-        if not len(child):
-            return said[ids.numel() :], torch.tensor(nodes[1:], dtype=torch.long)
-        nodes.append(int(child[0]))
 
 
 def check(proposal: Proposal) -> None:
@@ -359,21 +374,6 @@ JUDGED_S = 1.5e-4
 _judged = Compiled(judge, warmup_s=2.4)
 
 
-def distinct(ids: Tensor, parents: Tensor) -> Tensor:
-    """Tokens `ids` [n] of a tree, -1 in the place of each that an earlier sibling equals."""
-    equal = (ids[:, None] == ids) & (parents[:, None] == parents)
-    return ids.masked_fill(equal.tril(-1).any(-1), -1)
-
-
-def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
-    """Which proposed tokens of a tree are kept, [n] bool: one branch, of tokens that the target says after their parents.
-
-    ids [n], `distinct`, and parents [n]: the tree; `sees` [n + 1, n + 1] that of its `Branches`; best [n + 1]: what the
-    target says after the last committed token and after each of the tree's. Shapes are static and nothing is read back.
-    """
-    return ((best[parents + 1] == ids) | ~sees[1:, 1:]).all(-1)
-
-
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw one index [1] long with the weights `p` [V], on the device of `p` whatever the generator's."""
     if generator is None or generator.device == p.device:
@@ -384,7 +384,7 @@ def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def resize(x: Tensor, vocab: int, fill: float) -> Tensor:
     """`x` [..., V'] cut or lengthened with `fill` to [..., vocab]."""
     short = vocab - x.shape[-1]
-    return x[..., :vocab] if short <= 0 else torch.nn.functional.pad(x, (0, short), value=fill)
+    return x[..., :vocab] if short <= 0 else pad(x, (0, short), value=fill)
 
 
 def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:
@@ -396,5 +396,5 @@ def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:
     return torch.stack([outside, uneven, unlikely]).long()
 
 
-def _real(p: Tensor) -> Tensor:
+def real(p: Tensor) -> Tensor:
     return p if p.dtype == torch.float64 else p.float()

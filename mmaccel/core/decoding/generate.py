@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Runner
-from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, accept, accept_tree, check
+from mmaccel.core.decoding.draft import DraftState, DraftStep, Prompt, Proposal, accept, alone, check
+from mmaccel.core.decoding.trees import accept_tree
 from mmaccel.core.errors import DraftError, ModelError, shown, warn
 from mmaccel.core.report import Rounds
 
 Over = Literal["timeout", "cancelled"]
+Offer = tuple[Tensor] | tuple[Tensor, Branches]
 FinishReason = Literal["stop", "length", "positions", "timeout", "cancelled"]
 
 MAX_NEW_TOKENS = 128
@@ -47,9 +49,8 @@ def speculate(
 def lockstep(sequences: Sequence[Speculation]) -> None:
     """Go on with several sequences, a round of each in turn, until all have ended; one that ended early takes no more turns.
 
-    Each has a memory, a draft and random numbers of its own, and keeps what it would keep alone. So the target reads its
-    weights once for each sequence and round: a batch takes the target as long as its sequences one after another. A draft
-    elsewhere goes on with one sequence while the target verifies another. All drafts are closed in every case.
+    Each keeps what it would keep alone, and the target reads its weights once for each (`batch.Batch` has them share steps).
+    A draft elsewhere goes on with one while the target verifies another. All drafts are closed in every case.
     """
     try:
         while live := [sequence for sequence in sequences if not sequence.ended]:
@@ -151,32 +152,30 @@ class Speculation:
         self._stop, self._emit, self._rows = stop, emit, rows
         self._draft = draft if isinstance(draft, CarefulDraft) else CarefulDraft(meter, draft)
         self._first: Tensor | None = first
-        self._proposal = Proposal.empty()
+        self._proposal, self._rests, self.judged = Proposal.empty(), False, (0, 0)
         self._vocab = first.shape[-1]
         self._origin = target.length() - prompt.ids.shape[1]
 
     @torch.no_grad()
     def advance(self) -> None:
         """Commit the next tokens: at first that which follows the prompt, then those of a round."""
-        offered = self.offer()
+        offered = alone(self.offer())
         self.take(None if offered is None else self.target.step(*offered)[0])
 
-    def rewind(self) -> None:
-        """What a step that broke off has left in the target is gone."""
-        if self._first is None:
-            self.target.truncate(self._origin + self.ids.shape[1] - 1)
-
     @torch.no_grad()
-    def offer(self) -> tuple[Tensor] | tuple[Tensor, Branches] | None:
-        """What the target's next step runs: the last token and the draft's proposal, and how they branch; None: nothing,
-        for a prompt gives the first token. `take` has to follow."""
+    def offer(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
+        """What the target's next step runs: the last token and the draft's proposal (of `most` tokens at most, if it can
+        choose; 0: it rests), and how they branch; None: nothing, for a prompt gives the first token. The draft's own steps
+        are yielded. `take` has to follow."""
+        self._proposal, self._rests = Proposal.empty(), most == 0
         if self._first is not None:
             return None
-        self.rewind()
-        proposal = Proposal.empty()
+        # What a step that broke off has left in the target is gone.
+        self.target.truncate(self._origin + self.ids.shape[1] - 1)
+        proposal = self._proposal
         with self._draft.dropping() as draft:
-            if draft is not None:
-                offered = draft.propose()
+            if draft is not None and not self._rests:
+                offered = yield from draft.drafting(most)
                 check(offered)
                 proposal = offered
         self._proposal = proposal
@@ -231,10 +230,11 @@ class Speculation:
             committed, path = accept_tree(proposal, logits, ids[0], prompt.warp, prompt.generator)
             taken = torch.cat([path.new_zeros(1), path + 1])
             self.target.accept(taken)
-            self._meter.round(proposal.ids.numel(), path.numel())
+            self.judged = proposal.ids.numel(), path.numel()
+            self._meter.round(*self.judged)
             return committed, path.numel(), logits[taken.to(logits.device)]
         with self._draft.dropping() as draft:
-            if draft is not None:
+            if draft is not None and not self._rests:
                 tail = draft.tail()
                 check(tail)
                 if tail.ids.numel() > 1 or tail.parents is not None:
@@ -245,8 +245,14 @@ class Speculation:
         except DraftError as error:
             self._draft.drop(error)
             committed, kept = accept(Proposal.empty(), logits[:1], ids[0], prompt.warp, prompt.generator)
-        self._meter.round(proposal.ids.numel(), kept)
+        self.judged = proposal.ids.numel(), kept
+        self._meter.round(*self.judged)
         return committed, kept, logits
+
+    @property
+    def adapts(self) -> bool:
+        """Whether its draft may rest, or propose less: with sampled tokens it would take other random numbers."""
+        return self._draft.state is not None and self._prompt.warp is None
 
     def close(self) -> None:
         """Close the draft, in whatever state it is; a second call does nothing."""

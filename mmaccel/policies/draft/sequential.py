@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, draw, resize
+from mmaccel.core.decoding.draft import Drafting, DraftState, DraftStep, Prompt, Proposal, alone, draw
 from mmaccel.core.errors import RecipeError, check_least, shown
 from mmaccel.core.registry import register
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
@@ -57,50 +57,64 @@ class Sequential(PeerStrategy):
 
 
 class Drafter(PeerState):
-    """Within a round the runner has run drafted tokens past `_mark`, of which there are `_fed`."""
+    """Within a round the runner has run drafted tokens past `_mark`, of which there are `_fed`.
+
+    What is committed is noted and no more, so that a draft that rests costs nothing: `_tokens` are the prompt and what
+    followed, `_late` what of it the model has not run, in pieces.
+    """
 
     _choice: Sequential
+    _never: tuple[int, ...] = ()
     _mark = _fed = _drafted = 0
 
     def begin(self, prompt: Prompt) -> None:
         super().begin(prompt)
         self._warp, self._generator = prompt.warp, prompt.generator
-        self._ids = prompt.ids[0]
+        self._tokens, self._late, self._prompt = [prompt.ids[0]], [prompt.ids[0, :0]], prompt.ids.shape[1]
         self._left = prompt.max_new_tokens or sys.maxsize
 
     def propose(self) -> Proposal:
+        return alone(self.drafting())  # type: ignore[no-any-return]
+
+    def drafting(self, most: int | None = None) -> Drafting:
         # The target adds a token of its own to whatever it keeps.
-        count = min(self._choice.window, self._left - 1)
+        count = min(self._choice.window if most is None else min(most, self._choice.window), self._left - 1)
         if count < 1:
             return Proposal.empty()
-        self._mark = self._open().length() + self._pending.numel()
-        ids, feed, rows = self._ids, self._pending, []
-        drafted = 0
-        while drafted < count:
-            logits = self._step(feed)
-            self._pending, self._fed = self._pending[:0], drafted
-            row = None if self._warp is None else self._warp(ids, logits)
-            least = self._choice.confidence if drafted else 0.0
-            if least and (logits.float().softmax(-1) if row is None else row).max() < least:
-                break
-            if row is None:
-                feed = logits.argmax(-1, keepdim=True)
+        runner, least = self._open(), self._choice.confidence
+        before, feed, rows = torch.cat(self._tokens), torch.cat(self._late), list[Tensor]()
+        self._tokens, drafted = [before], list[Tensor]()
+        self._mark = runner.length() + feed.numel()
+        greedy = self._warp is None and not least
+        while len(drafted) < count:
+            said = yield DraftStep(runner, feed.to(self._device), self._vocab, self._never, greedy)
+            said = said.to(before.device)
+            self._late, self._fed = [before[:0]], len(drafted)
+            self._steps += 1
+            if greedy:
+                feed = said
             else:
-                rows.append(row)
-                feed = draw(row, self._generator)
-            ids, drafted = torch.cat([ids, feed]), drafted + 1
-        self._drafted += drafted
-        return Proposal(ids[self._ids.numel() :], q=torch.stack(rows) if rows else None)
+                row = None if self._warp is None else self._warp(torch.cat([before, *drafted]), said)
+                sure = least and drafted
+                if sure and (said.float().softmax(-1) if row is None else row).max() < least:
+                    break
+                if row is None:
+                    feed = said.argmax(-1, keepdim=True)
+                else:
+                    rows.append(row)
+                    feed = draw(row, self._generator)
+            drafted.append(feed)
+        self._drafted += len(drafted)
+        return Proposal(torch.cat(drafted), q=torch.stack(rows) if rows else None)
 
     def observe(self, committed: Tensor, kept: int) -> None:
-        committed = committed.to(self._ids.device)
+        committed = committed.to(self._tokens[0].device)
         run = min(kept, self._fed)
         if run < self._fed:
             self._open().truncate(self._mark + run)
         # After a full acceptance these are the last drafted token, which was never run, and the target's bonus.
-        self._pending = torch.cat([self._pending, committed[run:]])
-        self._said = torch.cat([self._said, committed])
-        self._ids = torch.cat([self._ids, committed])
+        self._late.append(committed[run:])
+        self._tokens.append(committed)
         self._fed = 0
         self._left -= committed.numel()
 
@@ -108,13 +122,8 @@ class Drafter(PeerState):
         if self._fed:
             self._open().truncate(self._mark)  # what was drafted last may have been refused
             self._fed = 0
+        self._said = torch.cat(self._tokens)[self._prompt :]
         return super().leave()
 
     def counters(self) -> dict[str, float]:
         return {"drafted": float(self._drafted), "draft_steps": float(self._steps)}
-
-    def _step(self, ids: Tensor) -> Tensor:
-        """Logits [V] of the token after `ids`, over the target's vocabulary."""
-        self._steps += 1
-        logits = self._open().step(ids.to(self._device)[None])[0, -1]
-        return resize(logits.to(self._ids.device), self._vocab, float("-inf"))

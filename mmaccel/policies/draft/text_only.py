@@ -48,7 +48,7 @@ class TextDrafter(Drafter):
 
     def __init__(self, target: ModelView, *given: Any) -> None:
         super().__init__(*given)
-        self._target, self._never = target, list(target.adapter.placeholders(target.model))
+        self._target, self._never = target, tuple(target.adapter.placeholders(target.model))
 
     def _shown(self, prompt: Prompt) -> tuple[Mapping[str, Any], Tensor, TokenLayout | None]:
         ids, past = prompt.inputs["input_ids"], prompt.past
@@ -59,8 +59,3 @@ class TextDrafter(Drafter):
         before = (past.layout.modality[0] == TEXT).nonzero()[:, 0]
         known = prompt.ids[0, before.to(ids.device)]
         return {"input_ids": words}, torch.cat([known, words[0]]), past.layout.take(before)
-
-    def _step(self, ids: Tensor) -> Tensor:
-        logits = super()._step(ids)
-        logits[self._never] = float("-inf")
-        return logits

@@ -20,7 +20,7 @@ from .test_parallel import V, pipeline, sampled
 from .test_remote import SERVICE, TARGET, Toy, slowly
 
 
-@pytest.mark.parametrize("heat", [0.7, 1.5])
+@pytest.mark.parametrize("heat", [1.5, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_as_many_drawn_tokens_are_kept_as_by_drafting_in_turns(heat: float) -> None:
     """Random logits, so that the draft is often wrong: with its likeliest token in the place of a drawn one, half as many
     would be kept."""

@@ -255,16 +255,12 @@ def sampled(shape: str, triples: int = 2_500, window: int = 2) -> float:
     return g_test(counts, large.joint(warp))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_sampled_triples_have_the_targets_joint_distribution(shape: str) -> None:
-    assert sampled(shape) > 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_many_sampled_triples_have_the_targets_joint_distribution(shape: str) -> None:
-    """A hundred thousand triples a shape, where the quick test has 2,500."""
-    assert sampled(shape, triples=100_000) > 1e-4
+@pytest.mark.parametrize(
+    ("shape", "triples"),
+    [("nucleus", 2_500), *(pytest.param(shape, 100_000, marks=pytest.mark.slow) for shape in SHAPES)],
+)
+def test_sampled_triples_have_the_targets_joint_distribution(shape: str, triples: int) -> None:
+    assert sampled(shape, triples) > 1e-4
 
 
 def test_the_sampled_test_sees_uniforms_shared_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

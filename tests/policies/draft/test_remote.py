@@ -285,19 +285,6 @@ def test_a_service_that_is_not_there_is_told() -> None:
     assert worker.process.poll() is not None
 
 
-def test_a_process_that_takes_nothing_is_not_waited_for_for_ever() -> None:
-    """A stopped process leaves a video's pixels on the wire: the sender must come back, and the process must go."""
-    worker = Worker(SERVICE, {"model": "1"})
-    worker.wait(READY, 60)
-    worker.wire.silence_s = 0.3
-    os.kill(worker.process.pid, signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(DraftError, match="cannot be reached"):
-        worker.send(OWN, 1, 0, 0, blob=[bytes(1 << 23)])
-    assert time.monotonic() - began < 10
-    assert not worker.alive and worker.process.poll() is not None
-
-
 def test_what_an_abandoned_sequence_left_unread_does_not_block_the_next(target: ModelView) -> None:
     choice = Toy(model="1:floods:1", window=3, timeout_s=5.0)
     state = choice.open(target)

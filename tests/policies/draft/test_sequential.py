@@ -96,12 +96,6 @@ def test_a_draft_with_the_targets_weights_is_accepted_whole(window: int, samplin
     assert counted["drafted"] == counted["draft_steps"] == sum(proposed for proposed, _ in meter.rounds)
 
 
-def test_the_draft_is_fed_the_last_drafted_token_and_the_bonus() -> None:
-    rule = bigram(torch.eye(5).roll(1, 1))
-    _, _, runner, _ = run(rule, rule, prompt([0]), 14, 3, 5)
-    assert runner.tokens == [i % 5 for i in range(len(runner.tokens))]
-
-
 def test_the_draft_sees_all_of_the_prompt() -> None:
     rule, pixels = bigram(random_table(5, 0)), torch.randn(2, 3)
     said = prompt([0, 3], inputs={"pixel_values_videos": pixels, "fps": 2.0})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import KVState
@@ -18,19 +16,6 @@ ROW = torch.empty(1, 4, 1, 4)
 
 def feed(state: KVState, first: int, count: int) -> None:
     state.append(0, *written([list(range(first, first + count))], 0))
-
-
-@given(st.lists(st.integers(1, 13), max_size=12), st.integers(0, 5), st.integers(1, 9), st.integers(0, 6))
-def test_a_query_sees_the_same_however_the_sequence_is_cut_into_runs(
-    runs: list[int], sinks: int, window: int, margin: int
-) -> None:
-    state = open_state(Window(sinks=sinks, window=window, margin=margin), layers=1)
-    sequence: list[int] = []
-    for count in runs:
-        feed(state, len(sequence), count)
-        sequence.extend(range(len(sequence), len(sequence) + count))
-        assert seen(state.view(0, ROW), 0, count, len(sequence)) == [visible(sequence, count, sinks, window)]
-        assert state.held_columns() <= sinks + window + margin + count
 
 
 def test_all_is_seen_and_unlimited_as_long_as_it_fits() -> None:
@@ -53,49 +38,6 @@ def test_a_long_prompt_is_let_go_at_the_next_run() -> None:
     assert view.column is not None and view.column.tolist() == [0, 1, 2, 3, *range(976, 1001)]
     assert read(view, 0)[0] == view.column.tolist()
     assert (view.sinks, view.window) == (4, 16)
-
-
-@given(st.integers(0, 7), st.integers(1, 30))
-def test_the_margin_can_be_taken_back_after_any_run(margin: int, steps: int) -> None:
-    state = open_state(Window(sinks=1, window=4, margin=margin), layers=1)
-    for serial in range(steps):
-        feed(state, serial, 1)
-    back = min(margin, steps)
-    state.truncate(steps - back)
-    feed(state, steps - back, 1)
-    expected = visible(list(range(steps - back + 1)), 1, 1, 4)
-    assert seen(state.view(0, ROW), 0, 1, steps - back + 1) == [expected]
-
-
-def test_the_last_run_can_be_taken_back_without_a_margin() -> None:
-    state = open_state(Window(sinks=1, window=4, margin=0), layers=1)
-    feed(state, 0, 30)
-    for serial in range(30, 60, 2):
-        feed(state, serial, 9)
-        state.accept(2)
-    feed(state, 60, 1)
-    assert seen(state.view(0, ROW), 0, 1, 61) == [visible(list(range(61)), 1, 1, 4)]
-
-
-def test_taking_back_more_than_is_left_is_refused_and_changes_nothing() -> None:
-    state = open_state(Window(sinks=1, window=4, margin=3), layers=1)
-    for serial in range(40):
-        feed(state, serial, 1)
-    with pytest.raises(ModelError, match=r"margin, which is 3\.$"):
-        state.truncate(20)
-    assert state.length() == 40
-    feed(state, 40, 1)
-    assert seen(state.view(0, ROW), 0, 1, 41) == [visible(list(range(41)), 1, 1, 4)]
-
-
-def test_a_cut_back_to_the_sinks_is_always_possible() -> None:
-    state = open_state(Window(sinks=3, window=4, margin=0), layers=1)
-    for serial in range(40):
-        feed(state, serial, 1)
-    state.truncate(2)
-    feed(state, 50, 20)
-    sequence = [0, 1, *range(50, 70)]
-    assert seen(state.view(0, ROW), 0, 20, 22) == [visible(sequence, 20, 3, 4)]
 
 
 def test_a_question_longer_than_the_window_leaves_no_trace() -> None:

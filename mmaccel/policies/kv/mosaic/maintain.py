@@ -126,8 +126,7 @@ class Hierarchy:
             if not level.load({row: found[f"{name}.{row}"] for row in level.wanted(units)}, above):
                 raise ModelError(f"{folder}: {name} clusters do not fit together; the file is damaged.")
             small, large = found[f"{name}.threshold"]
-            most = rules.largest_cluster(rules.visual if above is None else rules.semantic)
-            self.bounds += (Bounds(small, large, rules.alpha, rules.smallest, most),)
+            self.bounds += (rules.bounds(small, large, visual=above is None),)
             means.centre = found["centre_look"], found["centre_key"]
         return absent
 
@@ -190,7 +189,7 @@ class Hierarchy:
             members = (label == one).nonzero().T
             self.visual.fill(ZERO, self.visual.take(ZERO, ZERO - 1), members, looks[members])
         self._unmix(self.visual, means.look_points)
-        visual = rules.calibrate(self.visual, rules.visual)
+        visual = rules.calibrate(self.visual, visual=True)
         self.bounds = (visual,)
         self._refine_visual(self.visual.size[0].nonzero()[:, 0])
         everything = torch.arange(self.layers)
@@ -204,7 +203,7 @@ class Hierarchy:
                 ids = self.semantic.take(everything, torch.full_like(everything, one))
                 self.semantic.fill(everything, ids, members, x)
         self._unmix(self.semantic, means.key_points)
-        self.bounds = visual, rules.calibrate(self.semantic, rules.semantic)
+        self.bounds = visual, rules.calibrate(self.semantic, visual=False)
         self._refine(*(self.semantic.size > 0).nonzero(as_tuple=True))
 
     def _unmix(self, level: ClusterTable, points: Callable[[Tensor, Tensor], Tensor]) -> None:

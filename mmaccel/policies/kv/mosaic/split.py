@@ -6,6 +6,7 @@ look, L layers, G kv heads, D head size, d = G * D size of a key.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class Rules:
     smallest, largest  units below which a cluster is not split, and above which a semantic one is; `largest` holds for the
                        visual level in proportion
     tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `Bounds`
-    new_scene  a unit whose squared distance to the nearest visual cluster is above so many thresholds opens one
+    new_scene  a unit whose squared distance to the nearest visual cluster is above so many thresholds opens one; visual
+               clusters of so many thresholds are split however small
     gain       a split must lower the variance by this share, or it is not made
     unmix      before the first thresholds are set, a cluster that loses this share of its variance when it is split is
                split: it was a mixture of scenes
@@ -57,18 +59,19 @@ class Rules:
     gain: float = 0.05
     unmix: float = 0.5
 
-    def largest_cluster(self, mean: int) -> int:
-        """The largest cluster of a level of mean size `mean`, in the proportion of the semantic level's."""
-        return self.largest * mean // self.semantic
-
-    def calibrate(self, level: ClusterTable, mean: int) -> Bounds:
-        """From the clusters that a level has now, of mean size `mean`."""
+    def calibrate(self, level: ClusterTable, visual: bool) -> Bounds:
+        """From the clusters that a level, the visual or the semantic one, has now."""
         used = slice(0, level.used)
         s2, n = level.variance[:, used], level.size[:, used]
         weight = n.to(s2.dtype)
         usual = (s2 * weight).sum(1) / weight.sum(1).clamp_min(1)
         small, large = ((tau * usual).clamp(FLOOR, CAP) for tau in (self.tau_small, self.tau_large))
-        return Bounds(small, large, self.alpha, self.smallest, self.largest_cluster(mean))
+        return self.bounds(small, large, visual)
+
+    def bounds(self, small: Tensor, large: Tensor, visual: bool) -> Bounds:
+        """Of a level with these thresholds; its largest cluster is in the proportion of the semantic level's."""
+        most = self.largest * (self.visual if visual else self.semantic) // self.semantic
+        return Bounds(small, large, self.alpha, self.smallest, most, self.new_scene if visual else math.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +81,9 @@ class Bounds:
     Mosaic's equation 5: the variance that a cluster may have goes from `small` to `large` [L] as it grows, at rate `alpha`.
     Small clusters are held to the lower bound, as the equation's symbols say; the population variance of few points
     underestimates by (n - 1) / n, so this alone is neutral. (The paper's prose says the other way round.)
+
+    Fewer than `smallest` units are split too where their variance is above `apart` thresholds: they are scenes that are seen
+    once each, which k-means left together for want of clusters; their summary token would be the mean of strangers.
     """
 
     small: Tensor
@@ -85,6 +91,7 @@ class Bounds:
     alpha: float
     smallest: int
     largest: int
+    apart: float = math.inf
 
     def threshold(self, layer: Tensor, n: Tensor) -> Tensor:
         """Variance threshold of clusters of size `n` [...] at layers `layer` [...]."""
@@ -93,8 +100,9 @@ class Bounds:
 
     def exceeded(self, layer: Tensor, n: Tensor, s2: Tensor, limit: Tensor) -> Tensor:
         """[b] whether clusters of size `n`, variance `s2` and own limit `limit` [b] must be split."""
-        loose = s2 > torch.maximum(self.threshold(layer, n), limit)
-        return ((n >= self.smallest) & loose) | (n > self.largest)
+        most = torch.maximum(self.threshold(layer, n), limit)
+        often = torch.where(n >= self.smallest, 1.0, self.apart)
+        return (s2 > often * most) | (n > self.largest)
 
 
 def refine(

@@ -69,6 +69,19 @@ def test_what_is_on_the_device_is_split_at_once(
     assert one.counters["deferred"] > 0
 
 
+@pytest.mark.parametrize("rare", [(3, 12, 25), (1, 10, 19, 28)])
+def test_what_is_seen_once_at_the_start_has_a_cluster_of_its_own(rare: tuple[int, ...]) -> None:
+    """K-means of the first units has fewer clusters than scenes and leaves rare ones together, whose summary token would be
+    the mean of strangers."""
+    scenes = [0] * 16 + [1] * 24
+    for kind, unit in enumerate(rare, start=2):
+        scenes[unit] = kind
+    tree = tree_of(init=32, visual=8, smallest=4, largest=32)
+    feed(tree, plant(scenes, noise=0.05), 8)
+    audit(tree)
+    assert {frozenset([unit]) for unit in rare} <= partition(tree)[1]
+
+
 @pytest.mark.parametrize("units", [5, 12, 30])
 def test_a_broken_clip_leaves_no_trace(
     units: int, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor]

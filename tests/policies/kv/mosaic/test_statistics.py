@@ -56,12 +56,25 @@ def test_the_threshold_moves_from_one_bound_to_the_other() -> None:
     assert found.tolist() == pytest.approx([0.1, 0.2, 0.2 + 0.4 * grown])
 
 
+def test_few_units_are_split_where_they_are_strangers() -> None:
+    small = torch.tensor([0.1])
+    layer, n, s2 = (
+        torch.zeros(4, dtype=torch.long),
+        torch.tensor([2, 2, 1, 4]),
+        torch.tensor([0.19, 0.21, 0, 0.11]),
+    )
+    rules = Rules(visual=1, semantic=1, init=2, buffer=0)
+    for visual, found in ((True, [False, True, False, True]), (False, [False, False, False, True])):
+        bounds = rules.bounds(small, small, visual)
+        assert bounds.exceeded(layer, n, s2, torch.zeros(4)).tolist() == found
+
+
 def test_the_threshold_is_calibrated_layer_by_layer() -> None:
     s2 = torch.tensor([[0.1, 0.4], [0.0, 0.0], [0.9, 0.9]])
     n = torch.tensor([[3, 1], [2, 2], [4, 4]])
     level = ClusterTable(3, 1, torch.float32)
     level.variance, level.size = s2, n
     level._count_ids()
-    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(level, 1)
+    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(level, visual=False)
     assert made.small.tolist() == pytest.approx([1.25 * 0.175, FLOOR, CAP])
     assert made.large.tolist() == pytest.approx([2 * 0.175, FLOOR, CAP])

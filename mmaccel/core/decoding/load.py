@@ -1,0 +1,75 @@
+"""How many tokens to draft for sequences that are decoded together: by what rounds were measured to take."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from functools import partial
+
+WINDOWS = (0, 1, 3, 7, 15)
+"""Tokens drafted a round; with the token before them as many rows as steps are captured for."""
+TRIED, KEPT = 5, 9
+"""Rounds after which a window is known, of which the first may be compiled or captured; and how many are kept."""
+AGAIN = 512
+"""Rounds of as many sequences after which other windows are tried anew: memories grow, and loads change."""
+FORGET = 0.99
+"""What of the share of kept tokens a round leaves to the next."""
+
+
+class Load:
+    """Which window gives most tokens a second, for each number of sequences that take rounds together (up to the next power
+    of two).
+
+    A window's worth is what its rounds commit, by the share of drafted tokens that targets keep, over the median of the
+    seconds that they took. Windows are tried from none on, as long as each is worth more than the one before it. So where
+    many sequences make verifying cost more than it gains, the draft rests.
+    """
+
+    def __init__(self) -> None:
+        self._judged, self._kept = 4.0, 3.2  # a few tokens are assumed
+        self._rounds: defaultdict[int, int] = defaultdict(int)
+        self._seconds: defaultdict[tuple[int, int], deque[float]] = defaultdict(partial(deque, maxlen=KEPT))
+        self._longest = dict[tuple[int, int], int]()
+
+    def most(self, count: int, drafting: int) -> int:
+        """The window for a round of `count` sequences, `drafting` of which draft; 0: the draft rests."""
+        size, best, chosen = _size(count), 0.0, 0
+        keep = self._kept / self._judged
+        for window in WINDOWS:
+            seconds = self._seconds[size, window]
+            if len(seconds) < TRIED:
+                return window
+            said = count - drafting + drafting * sum(keep**n for n in range(window + 1))
+            worth = said / statistics.median(seconds)
+            if worth <= best:
+                break
+            best, chosen = worth, window
+            if window and self._longest.get((size, window), 0) < window:
+                break  # the draft proposes no more
+        return chosen
+
+    def took(self, count: int, window: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
+        """A round of `count` sequences took `seconds`; `judged`: of each that drafted, tokens proposed and kept."""
+        size = _size(count)
+        self._seconds[size, window].append(seconds)
+        self._rounds[size] += 1
+        if self._rounds[size] % AGAIN == 0:
+            for other in WINDOWS:
+                if other != window:
+                    self._seconds[size, other].clear()
+        self._judged, self._kept = self._judged * FORGET, self._kept * FORGET
+        for proposed, kept in judged:
+            self._longest[size, window] = max(proposed, self._longest.get((size, window), 0))
+            self._judged += kept + (kept < proposed)
+            self._kept += kept
+
+    def times(self, count: int) -> dict[int, float]:
+        """Milliseconds of a round of `count` sequences by window, of those that were tried."""
+        size = _size(count)
+        tried = [window for window in WINDOWS if self._seconds.get((size, window))]
+        return {window: 1e3 * statistics.median(self._seconds[size, window]) for window in tried}
+
+
+def _size(count: int) -> int:
+    return 1 << (count - 1).bit_length()

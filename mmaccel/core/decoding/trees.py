@@ -1,0 +1,60 @@
+"""How a tree of proposed tokens is judged with the target's logits; `draft.accept` judges chains."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.decoding.draft import Proposal, Warp, check, draw, real
+from mmaccel.core.errors import DraftError
+
+
+def accept_tree(
+    proposal: Proposal,
+    logits: Tensor,
+    ids: Tensor,
+    warp: Warp | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The tokens to commit, [k + 1] long, and the path [k] of proposed tokens among them, from the root down.
+
+    logits [n + 1, V]: row 0 follows the last committed token, row i + 1 the branch that ends in token i. From the root on
+    the target chooses, or draws, its own next token; where a child says the same the walk goes on below it. Sampling this
+    is exact, and it is the most that can be kept: for children that are chosen without chance, rejection over siblings one
+    after the other accepts with the same probability, the target's mass on all of them.
+    """
+    check(proposal)
+    assert proposal.parents is not None
+    tokens, parents = proposal.ids.cpu(), proposal.parents.cpu()
+    if logits.shape[0] != tokens.numel() + 1:
+        raise DraftError(
+            f"{tokens.numel()} proposed tokens need {tokens.numel() + 1} rows of logits; {logits.shape[0]} were given."
+        )
+    if warp is None:
+        # Made before the device is waited for, which has the step to do meanwhile.
+        tokens, sees = distinct(tokens, parents), proposal.branches.sees
+        best = logits.argmax(-1).cpu()
+        path = judge_tree(tokens, parents, sees, best).nonzero()[:, 0]
+        return best[torch.nn.functional.pad(path + 1, (1, 0))].to(logits.device), path
+    said, nodes = ids.to(logits.device), [-1]
+    while True:
+        said = torch.cat([said, draw(real(warp(said, logits[nodes[-1] + 1])), generator)])
+        child = ((parents == nodes[-1]) & (tokens == int(said[-1]))).nonzero()
+        if not len(child):
+            return said[ids.numel() :], torch.tensor(nodes[1:], dtype=torch.long)
+        nodes.append(int(child[0]))
+
+
+def distinct(ids: Tensor, parents: Tensor) -> Tensor:
+    """Tokens `ids` [n] of a tree, -1 in the place of each that an earlier sibling equals."""
+    equal = (ids[:, None] == ids) & (parents[:, None] == parents)
+    return ids.masked_fill(equal.tril(-1).any(-1), -1)
+
+
+def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
+    """Which proposed tokens of a tree are kept, [n] bool: one branch, of tokens that the target says after their parents.
+
+    ids [n], `distinct`, and parents [n]: the tree; `sees` [n + 1, n + 1] that of its `Branches`; best [n + 1]: what the
+    target says after the last committed token and after each of the tree's. Shapes are static and nothing is read back.
+    """
+    return ((best[parents + 1] == ids) | ~sees[1:, 1:]).all(-1)

@@ -1,0 +1,73 @@
+"""Copies of one model, each under a recipe, for calls at once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.attach import Accelerated, accelerate, adapter_for
+from mmaccel.core.decoding.generate import Deadline
+from mmaccel.core.recipe import Recipe
+from mmaccel.models.together import sharing
+
+CHECK_S = 0.1
+"""Seconds between two looks of a thread that waits at whether its request goes on."""
+
+
+class Copies:
+    """Copies over the weights of `model`, and of one draft model for each recipe. Of a recipe there are at most `most`; one
+    where its draft has a process of its own."""
+
+    def __init__(self, model: nn.Module, most: int) -> None:
+        # Of one that is never called: a pass of a stream lends the model's modules other functions while it runs.
+        self._still, self._most = sharing(model), most
+        self._view = ModelView(self._still, adapter_for(model), adapter_for)
+        self._idle: dict[str, queue.LifoQueue[Accelerated]] = defaultdict(queue.LifoQueue)
+        self._made: dict[str, int] = defaultdict(int)
+        self._making = threading.Lock()
+
+    @contextmanager
+    def under(self, name: str, recipe: Recipe, deadline: Deadline) -> Iterator[Accelerated]:
+        """A copy under the recipe of this name, for one call. Raises `Ended` where none is free by the deadline."""
+        idle, draft = self._idle[name], recipe.draft
+        most = 1 if getattr(draft, "process", False) else self._most
+        fast = None
+        while fast is None:
+            deadline.check()
+            with self._making:
+                make = idle.empty() and self._made[name] < most
+                self._made[name] += make
+            try:
+                fast = self._copied(recipe) if make else idle.get(timeout=CHECK_S)
+            except queue.Empty:
+                continue  # the one that was being made may have failed
+            except BaseException:
+                with self._making:
+                    self._made[name] -= make
+                raise
+        try:
+            yield fast
+        finally:
+            idle.put(fast)
+
+    def _copied(self, recipe: Recipe) -> Accelerated:
+        draft: Any = recipe.draft
+        if getattr(draft, "model", None) is not None and not getattr(draft, "process", False):
+            with self._making:  # the view loads a draft once
+                peer = draft.peer(self._view).model
+            recipe = replace(recipe, draft=replace(draft, model=sharing(peer)))
+        return accelerate(sharing(self._still), recipe)
+
+    def close(self) -> None:
+        """Take the recipes off the copies that are at rest."""
+        for idle in self._idle.values():
+            while not idle.empty():
+                idle.get().detach()

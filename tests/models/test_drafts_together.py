@@ -1,0 +1,228 @@
+"""Drafted sequences in steps that they share: drafts propose together, one step judges all, each says what it says alone."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.decoding.batch import Batch, Seat
+from mmaccel.core.decoding.load import Load
+from mmaccel.models.together import StepsTogether, sharing
+from tests.models.tiny_random import PROMPTS, prompt
+from tests.models.tiny_random import model as tiny
+
+pytestmark = pytest.mark.numeric(by="torch")
+KIND = "qwen"
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("text", {"do_sample": False}),
+    ("video", {"do_sample": True, "temperature": 1.2, "top_k": 20}),
+    ("interleaved", {"do_sample": False, "repetition_penalty": 1.3}),
+    ("long", {"do_sample": True, "temperature": 0.9}),
+    ("image", {"do_sample": False}),
+]
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    """A target, and a draft that is right now and then."""
+    target, draft = tiny(KIND, layers=3), tiny(KIND, layers=3)
+    target.generation_config.eos_token_id = None
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for one in draft.parameters():
+            one += 0.1 * one.std() * torch.randn(one.shape, generator=noise) if one.numel() > 1 else 0
+    return target, draft
+
+
+def drafts(draft: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "sequential": {"name": "sequential", "model": draft, "window": 4},
+        "unsure": {"name": "sequential", "model": draft, "window": 4, "confidence": 0.02},
+        "pruned": {"name": "sequential", "model": draft, "window": 3, "prune": "uv"},
+        "text_only": {"name": "text_only", "model": draft, "window": 3},
+        "prompt_lookup": {"name": "prompt_lookup"},
+        "sparse_to_dense": {"name": "sparse_to_dense", "window": 3},
+        "parallel": {"name": "parallel", "model": draft, "window": 3, "process": False},
+    }
+
+
+class Tried(Load):
+    """Draws windows, so that drafts rest and catch up whatever the clock says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = itertools.cycle([15, 0, 2, *[0] * 9, 1, 4, 15])
+
+    def most(self, count: int, drafting: int) -> int:
+        return next(self.draws)
+
+
+def answers(
+    model: Any, recipes: list[Any], batch: Batch | None, tokens: Callable[[int], int] = lambda n: 30 + 5 * n
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """What each of `CALLS` generates with a draft of its own, in threads of their own; None: one at a time."""
+    found, reports, errors = [torch.empty(0)] * len(CALLS), [None] * len(CALLS), []
+    ready = threading.Barrier(len(CALLS))
+
+    def call(number: int) -> None:
+        kind, how = CALLS[number]
+        try:
+            with mmaccel.accelerate(sharing(model), draft=recipes[number % len(recipes)]) as fast:
+                if batch is not None:
+                    generator = torch.Generator().manual_seed(number)
+                    fast.seat = Seat(batch, generator, lambda: ready.wait(60) and None)
+                torch.manual_seed(number)
+                found[number] = fast.generate(
+                    **prompt(KIND, PROMPTS[kind], number), max_new_tokens=tokens(number), **how
+                )
+                assert batch is None or not fast.seat.alone
+                reports[number] = fast.report()
+        except BaseException as error:
+            errors.append(error)
+            ready.abort()
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(len(CALLS))]
+    for one in threads:
+        one.start()
+        if batch is None:
+            one.join()
+    for one in threads:
+        one.join()
+    assert not errors, errors
+    return found, reports
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """How many rows each sequence has, of each step that is shared."""
+    seen = list[tuple[int, ...]]()
+    call = StepsTogether.__call__
+
+    def noted(self: StepsTogether, runners: Any, ids: Any) -> Any:
+        seen.append(tuple(one.shape[1] for one in ids))
+        return call(self, runners, ids)
+
+    monkeypatch.setattr(StepsTogether, "__call__", noted)
+    return seen
+
+
+@pytest.mark.parametrize("name", drafts(None))
+def test_each_says_what_it_says_alone(
+    name: str, models: tuple[Any, Any], rows: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy ones are the plain model's whatever the load lets drafts propose; sampled ones draw their own numbers."""
+    model, draft = models
+    recipe = drafts(draft)[name]
+    alone, _ = answers(model, [recipe], None)
+    batch = Batch((sizes := list[int]()).append)
+    batch.load = Tried()
+    together, reports = answers(model, [recipe], batch)
+    for number, (kind, how) in enumerate(CALLS):
+        assert torch.equal(together[number], alone[number]), (kind, how)
+        if not how["do_sample"]:
+            plain = model.generate(
+                **prompt(KIND, PROMPTS[kind], number), max_new_tokens=30 + 5 * number, **how
+            )
+            assert torch.equal(plain, together[number])
+    assert max(sizes) == len(CALLS) and len(batch) == 0
+    assert any(len(set(one)) > 1 for one in rows), "targets judge ragged rows in one step"
+    if name != "prompt_lookup":  # random words repeat nothing
+        assert all(one.draft["accepted"] > 0 and not one.draft.get("failed") for one in reports)
+
+
+def test_drafts_of_one_model_take_their_steps_together(
+    models: tuple[Any, Any], rows: list[tuple[int, ...]]
+) -> None:
+    """A draft's step has one row or two, a window of three no more than three steps: all drafts are in each."""
+    model, draft = models
+    batch = Batch((judged := list[int]()).append)
+    batch.load = Fixed(3)
+    answers(model, [drafts(draft)["text_only"]], batch)
+    whole = [one for one in rows if len(one) == len(CALLS)]
+    assert len(whole) > 2 * sum(count == len(CALLS) for count in judged) > 0
+
+
+class Fixed(Load):
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def most(self, count: int, drafting: int) -> int:
+        return self.window
+
+
+def test_a_draft_that_fails_in_a_shared_step_ends_alone(
+    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequence goes on without it, and says the same; the others draft on."""
+    model, draft = models
+    recipe = drafts(draft)["sequential"]
+    alone, _ = answers(model, [recipe], None)
+    call, failed = StepsTogether.__call__, list[Any]()
+
+    def failing(self: StepsTogether, runners: Any, ids: Any) -> Any:
+        mine = [one for one in runners if one.model is draft]
+        if len(mine) == len(CALLS) and not failed:
+            failed.append(mine[2])
+        if any(one in failed for one in mine):
+            raise torch.OutOfMemoryError("no room")
+        return call(self, runners, ids)
+
+    monkeypatch.setattr(StepsTogether, "__call__", failing)
+    batch = Batch()
+    batch.load = Fixed(4)
+    with pytest.warns(mmaccel.MmaccelWarning, match="the draft failed"):
+        together, reports = answers(model, [recipe], batch)
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    dropped = ["failed" in str(one.draft) and bool(one.draft.get("failed")) for one in reports]
+    assert failed and sum(dropped) == 1
+
+
+def rounds(load: Load, seconds: Callable[[int, int], float], count: int, keep: float, number: int) -> float:
+    """Tokens a second of `number` rounds whose drafted tokens are kept with chance `keep`."""
+    draw, said, taken = torch.Generator().manual_seed(count), 0, 0.0
+    for _ in range(number):
+        window = load.most(count, count)
+        hits = (torch.rand(count, window, generator=draw) < keep).long().cumprod(1).sum(1).tolist()
+        load.took(count, window, seconds(count, window), [(window, kept) for kept in hits if window])
+        said, taken = said + count + sum(hits), taken + seconds(count, window)
+    return said / taken
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("keep", [0.3, 0.8])
+@pytest.mark.parametrize("row_s", [0.0, 1e-4, 1e-3])
+def test_the_load_decides_what_is_drafted(count: int, keep: float, row_s: float) -> None:
+    """Whatever rows and draft steps cost: never slower than plain rounds by 2%, and close to the best window."""
+
+    def seconds(count: int, window: int) -> float:
+        return 6e-3 + row_s * count * (window + 1) + window * 1.2e-3
+
+    worth = {
+        window: count * sum(keep**n for n in range(window + 1)) / seconds(count, window)
+        for window in (0, 1, 3, 7, 15)
+    }
+    load = Load()
+    rounds(load, seconds, count, keep, 64)
+    found = rounds(load, seconds, count, keep, 1500)
+    assert found >= 0.98 * worth[0]
+    assert found >= 0.93 * max(worth.values())
+
+
+def test_a_load_that_changes_is_noticed() -> None:
+    load, slow = Load(), [0.0]
+    price = lambda count, window: 6e-3 + slow[0] * count * (window + 1) + window * 1e-3  # noqa: E731
+    rounds(load, price, 8, 0.8, 600)
+    assert load.most(8, 8) > 1
+    slow[0] = 2e-3
+    rounds(load, price, 8, 0.8, 1100)
+    assert load.most(8, 8) == 0
+    slow[0] = 0.0
+    rounds(load, price, 8, 0.8, 1100)
+    assert load.most(8, 8) > 1

@@ -299,7 +299,7 @@ def _pruners(tried: _Tried) -> Iterator[Row]:
 
 
 def _seen(tried: _Tried) -> Iterator[Row]:
-    """Queries and keys as the family gives them, turned, attend as the model's do: pruners and memories read them."""
+    """Queries and keys as the family gives them, with RoPE, attend as the model's do: pruners and memories read them."""
     narrow, modules = tried.family.sliding(tried.model), tried.family.attentions(tried.model)
     whole = (n for n, one in enumerate(modules) if one.layer_idx not in narrow and hasattr(one, "k_proj"))
     number = max(whole)

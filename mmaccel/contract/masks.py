@@ -18,7 +18,7 @@ Made = tuple[Tensor, Tensor]
 
 
 def pairs(name: str, given: Mapping[str, Any], layout: TokenLayout, query: Tensor, key: Tensor) -> Made:
-    """Of the pattern `name` with the fields `given`, for query [1, H, S, D] and key [1, G, S, D], turned."""
+    """Of the pattern `name` with the fields `given`, for query [1, H, S, D] and key [1, G, S, D], with RoPE."""
     made: Any = DEFINED[name](given, layout, query[0], key[0])
     return made if isinstance(made, tuple) else (made, made)
 

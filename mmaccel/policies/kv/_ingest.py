@@ -146,7 +146,7 @@ class IngestState(PassState):
         """Units ``first .. first + count`` leave the window of a layer; [1, G, count * P, D]."""
 
     def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
-        """Keys, turned, and values of units that have left the window, which the units of a pass see besides; by their raw
+        """Rotated keys and values of units that have left the window, which the units of a pass see besides; by their raw
         queries [1, H, n, D]."""
         return []
 

@@ -72,7 +72,7 @@ class WindowedPolicy(StreamPolicy):
 
 
 class Ring(NamedTuple):
-    """The last units of one layer: raw keys, the same turned for the base in force, values; [1, G, m * P, D]."""
+    """The last units of one layer: raw keys, the same with RoPE for the base in force, values; [1, G, m * P, D]."""
 
     key: Tensor
     turned: Tensor
@@ -84,7 +84,7 @@ UnitsOf = Callable[[int, Tensor], Tensor]  # of a layer's shares [n, N] of colum
 
 @dataclass(eq=False)
 class Asked:
-    """What a question sees at one layer: turned keys and values with room for more; `base` columns of it, in which `seen`
+    """What a question sees at one layer: rotated keys and values, with room for more; `base` columns of it, in which `seen`
     units stand after `few` summary tokens, come before the question; `bias` is that of `KVView`."""
 
     key: Tensor

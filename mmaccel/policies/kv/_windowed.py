@@ -269,7 +269,7 @@ class StreamMemory(IngestState):
             out[:1], out[1:] = ring.key[:, :, skip:], ring.value[:, :, skip:]
 
     def _head(self, layer: int) -> Pair:
-        """Keys, turned, and values of the head."""
+        """Keys, with RoPE, and values of the head."""
         head = self._heads[layer]
         if head is None:
             raise ModelError("kv: the stream has no head yet; run it first.")

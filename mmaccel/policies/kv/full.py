@@ -214,7 +214,7 @@ class WholeStream(PassState):
 
     @abstractmethod
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
-        """Keep turned keys and values [1, G, n, D] of the pass; all of the layer, these last."""
+        """Keep keys, with RoPE, and values [1, G, n, D] of the pass; all of the layer, these last."""
 
     @torch.no_grad()
     def view(self, layer: int, query: Tensor) -> KVView:

@@ -327,7 +327,7 @@ def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> 
         pattern.plan(query, key, fresh, fresh)
 
     measured(log, dict(told, way="index_first"), index_first, how, 0, size)
-    listed = float(plan.listed_pairs().sum())
+    listed = float(plan.count_listed_pairs().sum())
     blocks = blocks_of(plan)
     first: Tensor | None = None
     for way, kernel in kernels(options.backends, device):

@@ -154,7 +154,7 @@ def drafted(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class RoundingCheck:
     """Compares two greedy generations of one model.
 
     first   the first new token in which they differ; None: they are the same
@@ -182,7 +182,7 @@ def certify(
     plain: Tensor,
     window: int,
     exact: nn.Module | None = None,
-) -> Certificate:
+) -> RoundingCheck:
     """Whether `ours` [n] and `plain` [m], greedy new ids after the prompt `inputs`, differ by rounding alone.
 
     A window verifies several rows with other kernels than a single one has, which in low precision may turn a near tie. At
@@ -193,7 +193,7 @@ def certify(
     differ = (ours[:length] != plain[:length]).nonzero()
     if not differ.numel():
         same = ours.numel() == plain.numel()
-        return Certificate(None if same else length, ended=not same)
+        return RoundingCheck(None if same else length, ended=not same)
     first = int(differ[0])
     if first == 0:
         raise MmaccelError(
@@ -210,7 +210,7 @@ def certify(
     cast = {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
     true = _logits(exact, cast, before, [1] * rows)
     gap = float((true[ours[first]] - true[plain[first]]).abs())
-    return Certificate(first, gap, float((one - many).abs().max()))
+    return RoundingCheck(first, gap, float((one - many).abs().max()))
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Tensor], before: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typer import Argument, Option
 
 from mmaccel.cli import answer, choices
-from mmaccel.cli.answer import Certificate
+from mmaccel.cli.answer import RoundingCheck
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
 from mmaccel.cli.console import bars, cut_short, many, number, out, print_json
 from mmaccel.core.attach import accelerate
@@ -94,7 +94,7 @@ def caption(
 
 
 def lines(
-    told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: Certificate | None
+    told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: RoundingCheck | None
 ) -> list[str]:
     """The lines printed below the text."""
     speed = f"speed   {number(told['tokens_per_s'], '.1f', ' tokens/s')}"

@@ -124,7 +124,7 @@ def draw(
 
 def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
     """The names of patterns by layer and head in a file, and what is said over their map."""
-    from mmaccel.search.run import labels
+    from mmaccel.search.run import head_pattern_names
 
     try:
         run = outside.read_json(path, f"table {shown(path, outside.PATH)}", RecipeError)
@@ -134,7 +134,7 @@ def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
     except (RecipeError, LookupError, TypeError):
         pass
     table = read_table(path)
-    return labels(table), f"{table['model']['type']}, {table['sample']['tokens']} tokens"
+    return head_pattern_names(table), f"{table['model']['type']}, {table['sample']['tokens']} tokens"
 
 
 def _session(

@@ -61,7 +61,7 @@ def search(
     """
     from mmaccel.search import Settings
     from mmaccel.search import search as run
-    from mmaccel.search.run import labels, main_pattern, parts_of
+    from mmaccel.search.run import head_pattern_names, main_pattern, parts_of
     from mmaccel.search.space import KINDS
 
     named = tuple(boundaries.replace(",", " ").split()) or KINDS
@@ -111,7 +111,7 @@ def search(
     if as_json:
         print_json({"out": str(output), **facts})
         return
-    heads = counted(Counter(name for layer in labels(table) for name in layer))
+    heads = counted(Counter(name for layer in head_pattern_names(table) for name in layer))
     layers, count = many(facts["layers"], "layer"), many(facts["heads"], "head")
     say(f"{output}: {layers}, {count} on {facts['tokens']} tokens")
     say(f"heads: {heads}")

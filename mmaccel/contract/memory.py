@@ -19,7 +19,7 @@ from mmaccel.contract.prefill import check_counters, promise
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import PositionIds, TokenLayout
-from mmaccel.core.memory.frames import FrameState
+from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import (
     KVPolicy,
     KVState,
@@ -77,8 +77,8 @@ def check_lengths(policy: KVPolicy) -> None:
     state.accept(torch.tensor([0, 2, 4]))
     _count(who, state, 96 - back, "after 5 more and accept of three of them")
     promise(
-        0 < state.held() <= state.length() and state.nbytes() > 0,
-        f"{who}: held is {state.held()} and nbytes {state.nbytes()}; count columns and bytes that are held.",
+        0 < state.held_columns() <= state.length() and state.nbytes() > 0,
+        f"{who}: held_columns is {state.held_columns()} and nbytes {state.nbytes()}; count columns and bytes that are held.",
     )
     check_counters(who, state.counters())
     for name in ("truncate", "accept"):
@@ -158,7 +158,7 @@ def step(who: str, state: KVState, first: int, count: int) -> KVView:
 
 
 def _count(who: str, state: KVState, want: int, when: str) -> None:
-    length, held = state.length(), state.held()
+    length, held = state.length(), state.held_columns()
     promise(
         length == want and (want or not held),
         f"{who}: length is {length} and held {held} {when}; length is to be {want}.",
@@ -205,7 +205,7 @@ def check_stream(policy: StreamPolicy) -> None:
     stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places, dtype=torch.float64)
     model: Any = Wheel()
     state = policy.stream(stream, GEOMETRY, model, CPU)
-    if isinstance(state, FrameState):
+    if isinstance(state, FrameMemory):
         return state.close()  # no pass goes through it: a session alone can try it
     trial = _Trial(who, state, policy.needs)
     trial.run(StreamPass(kind="head", rows=HEAD))

@@ -91,11 +91,20 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
         start = int(keys.length * rng.choice((0, 0, 0.2, 0.43, 0.98)))
         heads, groups = rng.choice(((4, 2), (2, 2), (3, 1)))
         query, key = (torch.randn(keys.batch, h, keys.length, 16, generator=g) for h in (heads, groups))
-        check_plan(pattern, query[:, :, start:], key, keys.take(slice(start, None)), keys)
+        plan = check_plan(pattern, query[:, :, start:], key, keys.take(slice(start, None)), keys)
         promise(
             len(pattern.per_head(heads)) == heads,
             f"sparse {pattern.name!r}: per_head({heads}) names not {heads} patterns; name one a head.",
         )
+        if not pattern.adaptive and plan is not None:
+            query, key = (torch.randn(x.shape, generator=g) for x in (query, key))
+            anew = keys.take(slice(None))  # without what was derived of the layout before
+            other = pattern.plan_layer(query[:, :, start:], key, key, anew.take(slice(start, None)), anew)
+            promise(
+                other is not None and torch.equal(plan.to_mask(), other.to_mask()),
+                f"sparse {pattern.name!r}: other queries and keys give another plan; set the class field adaptive = True, "
+                "or a plan may serve all layers.",
+            )
 
 
 def check_plan(

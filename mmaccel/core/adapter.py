@@ -208,7 +208,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def runner(self, model: nn.Module) -> Runner:
-        """A runner on `model`, attached or plain."""
+        """A `Runner`, which takes one sequence through `model` (prompt, steps, rollbacks), with or without a recipe."""
 
     @abstractmethod
     def load(self, path: str, like: nn.Module) -> nn.Module:
@@ -288,7 +288,7 @@ class ModelAdapter(ABC):
         """Tokens of the prompt in whose places visual features are put."""
         return ()
 
-    def reader(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+    def text_peer(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         """A causal language model without vision, loaded as `load` does where `model` names one, and its adapter: positions,
         sizes and a runner of text. None where `model` is anything else; raises `ModelError` where it cannot roll back."""
         return None
@@ -375,10 +375,10 @@ class ModelView:
         model = unwrapped(model)
         return ModelView(model, self.resolve(model), self.resolve)
 
-    def reader(self, model: str | nn.Module) -> ModelView | None:
+    def text_peer(self, model: str | nn.Module) -> ModelView | None:
         """As `peer`, of a causal language model without vision; None where `model` is anything else."""
         given = self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model)
-        found = self.adapter.reader(given, self.model)
+        found = self.adapter.text_peer(given, self.model)
         if found is None:
             return None
         if isinstance(model, str):

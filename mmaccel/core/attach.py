@@ -180,7 +180,7 @@ class ModelFamily(ModelAdapter):
 
     @abstractmethod
     def runner(self, model: nn.Module, state: KVState | None = None) -> Runner:
-        """A runner on `model`, attached or plain; `state` is the memory of an attached one (None: its recipe's)."""
+        """A `Runner`, which takes one sequence through `model`; `state`: its memory under a recipe (None: the recipe's)."""
 
     @abstractmethod
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:

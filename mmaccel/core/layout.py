@@ -274,7 +274,7 @@ class PositionIds:
         return self._slots[unit] if unit <= last else self._slots[last] + unit - last
 
     def slots(self, count: int) -> int:
-        """Slots up to the last of `count` units."""
+        """How many slots there are up to that of the last of `count` units: `count` where the stream is even."""
         return math.floor(self.at(count - 1)) + 1 if count else 0
 
     @property
@@ -345,15 +345,15 @@ class PositionIds:
         return torch.cat([first, self.tail(units + more, 0, count - pending)], -1)
 
     def span(self, units: int, own: bool = False) -> int:
-        """The largest position that `units` units and their text's first token take. `own`: at their own times."""
+        """The largest position, on any axis, of `units` units and the text's first token. `own`: units at own times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
         step = self._step(self.at(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
-        """The position of the last of `rows` columns after `units` units, as `after` has them, and how many positions all
-        take up to there: of three coordinates that of time may be further out than the text. `own`: as there."""
+        """The position of the last of the `rows` columns after `units` units, whose first `pending` are of more units;
+        and how many positions all take, of which time's may be further out than the text's. `own`: units at their times."""
         whole = units + pending // self._unit.shape[1]
         first, count = self._text + (whole - 1) * self._slope, rows - pending
         if self.follows is None:

@@ -143,7 +143,7 @@ class Rounds:
         """Note that the draft failed, for `reason`, and was dropped; decoding goes on without it."""
         self.failed = reason
 
-    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+    def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
         """Take the counters and notes of one sequence's draft, when the sequence has ended."""
 
     def figures(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class SequenceMeter(Rounds):
         super().draft_failed(reason)
         self.whole.draft_failed(reason)
 
-    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+    def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
         self.counters, self.notes = counters, notes
 
     def token(self, count: int) -> None:

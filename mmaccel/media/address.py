@@ -28,14 +28,14 @@ def plain(path: str) -> str:
     return "/" + path[7:].lstrip("/") if path[:7].lower() == "file://" else path
 
 
-def named(path: str) -> str:
+def shown_path(path: str) -> str:
     """A path as errors show it: on one line, at most about 240 characters."""
     return path if 0 < len(path) <= 240 and path.isprintable() else shown(path, 240)[1:-1] or '""'
 
 
 def is_file(name: str, may_be_empty: bool = False) -> bool:
     """True for a plain file that can be opened; raises `VideoError` for what can never be read."""
-    path, name = name, named(name)
+    path, name = name, shown_path(name)
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):

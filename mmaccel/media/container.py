@@ -56,7 +56,7 @@ class Source(AbstractContextManager["Source"]):
         wait: Callable[[float], bool] | None = None,
     ) -> None:
         self._where = where = address.plain(os.fspath(path))
-        self.name = address.named(where)
+        self.name = address.shown_path(where)
         self.live = live
         self.local = file is None and not address.is_url(where) and format is None and address.is_file(where)
         if not self.local and timeout is None:
@@ -300,7 +300,7 @@ class Source(AbstractContextManager["Source"]):
         """Whether frames up to `end` seconds are all there are, but for rounding."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
 
-    def until(self, time: float, frame: av.VideoFrame) -> float:
+    def frame_end(self, time: float, frame: av.VideoFrame) -> float:
         """When a frame shown at `time` ends: the last of a file may claim more than the file lasts."""
         end = time + self.length(frame)
         return end if self.duration is None or time >= self.duration else min(end, self.duration)

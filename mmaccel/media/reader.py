@@ -113,7 +113,7 @@ def read(
                 if drawn is not frame:
                     drawn, drawing = frame, picture.draw(frame)
                 kept.append((tick, time, drawing))
-            end = source.until(time, frame)
+            end = source.frame_end(time, frame)
             done += 1
             total = plan.total if plan.total is None or done <= plan.total else None
             if progress is not None:
@@ -148,10 +148,13 @@ def read(
 class Plan:
     """Which frames of a file to keep: how many (None: unknown) and at what rate (0.0: unknown).
 
-    Of more than `most` frames only every second, fourth, ... is kept.
-    `missing` says in words which frames that the header promises are not in the file; losses up to `slack` are rounding.
-    Where `total` is but the mean rate times the span, its `end` in seconds tells of losses. `stream` has (tick, time,
-    frame), the frame None where the tick is skipped; of frames taken by number the tick is their time.
+    stream   (tick, time, frame) for each frame that is wanted, in seconds: the moment asked for, and when the frame taken
+             for it is shown. The frame is None where there is none for the tick; frames taken by number have tick = time
+    missing  says in words which frames that the header promises are not in the file
+    slack    so many frames fewer than `total` are rounding, and no loss
+    end      where `total` is only the mean rate times the length: the second at which the last frame should end, by which
+             losses are found instead
+    most     of more frames only every second, fourth, ... is kept
     """
 
     stream: Iterable[tuple[float, float, av.VideoFrame | None]]
@@ -177,7 +180,7 @@ def _by_rate(
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
     times = grid(start, fps, stop)
-    each = nearest(source.frames(start), times, source.jump, source.until, half_tick(fps))
+    each = nearest(source.frames(start), times, source.jump, source.frame_end, half_tick(fps))
     if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
         each = unless_last(each, most)
@@ -240,7 +243,7 @@ def _by_number(
     numbers, rate = uniform(total, keep), keep / total * source.rate
     if times is not None:
         targets = [times[number] for number in numbers]
-        kept = nearest(source.frames(targets[0]), targets, source.jump, source.until)
+        kept = nearest(source.frames(targets[0]), targets, source.jump, source.frame_end)
         return Plan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
     pairs = (pair for _, pair in nearest(numbered, map(float, numbers)))

@@ -229,7 +229,9 @@ class _Reading:
             with ExitStack() as stack:
                 self.source = source = self._open(stack, queue)
                 frames = itertools.takewhile(lambda _: not queue.closed, source.frames())
-                each = nearest(frames, grid(0.0, self.fps), source.jump, source.until, half_tick(self.fps))
+                each = nearest(
+                    frames, grid(0.0, self.fps), source.jump, source.frame_end, half_tick(self.fps)
+                )
                 for tick, time, frame in ticked(each, 0.0, self.fps, source.log, self.gaps):
                     self.seen += 1
                     if frame is None:

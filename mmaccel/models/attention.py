@@ -222,10 +222,9 @@ def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Te
     positions: Tensor | None = kwargs.get("position_ids")
     if mask is not None or positions is None:
         return None
-    if mrope:
-        if positions.ndim != 3 or positions.shape[0] != 4:
-            return None
-        positions = positions[0]
+    if mrope and (positions.ndim != 3 or positions.shape[0] != 4):
+        return None
+    positions = positions[0] if mrope else positions
     return find_packed_sequence_indices(positions)
 
 
@@ -264,10 +263,11 @@ class _Layer(CacheLayerMixin):
     values = property(lambda self: self._whole(1), lambda self, _: None)  # type: ignore[assignment]
 
     def _whole(self, which: int) -> Tensor | None:
-        if not getattr(self, "is_initialized", False) or not 0 < self.state.length() == self.state.held():
+        state = self.state
+        if not getattr(self, "is_initialized", False) or not 0 < state.length() == state.held_columns():
             return None
-        view = self.state.view(self.index, torch.empty(0, 0, 2, 0))
-        return (view.key, view.value)[which] if view.key.shape[2] == self.state.length() else None
+        view = state.view(self.index, torch.empty(0, 0, 2, 0))
+        return (view.key, view.value)[which] if view.key.shape[2] == state.length() else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass

@@ -58,7 +58,7 @@ def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def beside(out: Any) -> Any:
+def join_levels(out: Any) -> Any:
     """The features of each image or video of a tower's output, those of its layers beside them, [n, E * (1 + levels)]."""
     levels: Any = out.get("deepstack_features")
     if not levels:
@@ -69,8 +69,8 @@ def beside(out: Any) -> Any:
     return [torch.cat(rows, -1) for rows in zip(out.pooler_output, *split, strict=True)]
 
 
-def apart(rows: Sequence[Tensor], like: Any) -> dict[str, Any]:
-    """The fields of a tower's output, built as `like`, from all its features as `beside` gives them."""
+def split_levels(rows: Sequence[Tensor], like: Any) -> dict[str, Any]:
+    """The fields of a tower's output, built as `like`, from all its features as `join_levels` gives them."""
     levels: Any = like.get("deepstack_features")
     if not levels:
         return {"pooler_output": rows}

@@ -185,7 +185,7 @@ class _Sequence:
             self.decoding.advance()
         except BaseException:
             self.decoding.close()
-            self.runner.settle()
+            self.runner.sync_cache()
             raise
 
     def _prefill(
@@ -282,7 +282,7 @@ class _Sequence:
             if listener is not None:
                 listener.close()
             if isinstance(self.runner, PromptRunner):
-                stopping_criteria.append(self.runner.ends(self.read))
+                stopping_criteria.append(self.runner.position_limit(self.read))
             self.decoding = Speculation(
                 self.runner,
                 careful,
@@ -298,7 +298,7 @@ class _Sequence:
         except BaseException:
             careful.close()
             self._leave()
-            self.runner.settle()
+            self.runner.sync_cache()
             raise
 
     def _leave(self) -> None:
@@ -314,7 +314,7 @@ class _Sequence:
         self._over = True
         self.decoding.close()
         self._leave()
-        self.runner.settle()
+        self.runner.sync_cache()
         if isinstance(self.runner, PromptRunner):
             self.meter.kv = self.runner.counters
         elif (state := getattr(self.cache, "state", None)) is not None:

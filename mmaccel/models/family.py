@@ -113,7 +113,7 @@ class Family(ModelFamily):
             unwrapped(model), self, processor
         )
 
-    def reader(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+    def text_peer(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         from mmaccel.models.loading import load_reader
 
         found = load_reader(model, like) if isinstance(model, str) else model
@@ -245,7 +245,7 @@ class Family(ModelFamily):
         kinds[ids == config.video_token_id] = VIDEO
         return kinds
 
-    def piece(
+    def tiny_visual(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Tokens and random pixels of a small image, or of a video of so many units, for a model of `config`."""

@@ -60,7 +60,7 @@ class Gemma3(Generic):
         }
     }
 
-    def piece(
+    def tiny_visual(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         pixels = torch.randn(units, 3, 28, 28, generator=generator)
@@ -191,7 +191,7 @@ class Gemma4(Gemma3):
         }
     }
 
-    def piece(
+    def tiny_visual(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         patches, name = torch.rand(units, 16, 48, generator=generator), PIXELS[kind]

@@ -131,7 +131,7 @@ class Generic(Family):
         },
     }
 
-    def piece(
+    def tiny_visual(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         of, name = config.model_type, PIXELS[kind]

@@ -77,10 +77,10 @@ class LayerStep:
         sees, bias  those of `decode_attend`
         qkv      `project` of x, where a memory had to see it first; None: it is computed here
         """
-        out, query = self.look(x, rope, columns, key, value, sees, bias, qkv)
+        out, query = self.attend(x, rope, columns, key, value, sees, bias, qkv)
         return self.finish(x, out), query
 
-    def look(
+    def attend(
         self,
         x: Rows | None,
         rope: Tensor,

@@ -31,7 +31,7 @@ class Tokens:
 
 
 class Letters(Processor):
-    """Makes prompts for tiny models of `config`, from the tokens that the family declares (`Family.piece`)."""
+    """Makes prompts for tiny models of `config`, from the tokens that the family declares (`Family.tiny_visual`)."""
 
     video_token, video_token_id = "<video>", -1
 
@@ -71,7 +71,7 @@ class Letters(Processor):
         """Ids and inputs of a video of `frames` [T, 3, H, W]: those of a unit follow from its frames alone."""
         pace = int(getattr(self.config.vision_config, "temporal_patch_size", None) or 1)
         units = frames.split(pace)
-        ids, made = self.family.piece(self.config, VIDEO, len(units), torch.Generator())
+        ids, made = self.family.tiny_visual(self.config, VIDEO, len(units), torch.Generator())
         made = self.family.finished(self.config, made)
         pixels = next(made[name] for name in PIXELS.values() if name in made)
         for unit, out in zip(units, pixels.view(-1).chunk(len(units)), strict=True):

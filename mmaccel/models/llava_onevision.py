@@ -180,7 +180,7 @@ class LlavaOnevision(Family):
         }
     }
 
-    def piece(
+    def tiny_visual(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         vision = config.vision_config

@@ -226,11 +226,11 @@ def _joined(
 
     def features(part: Tensor, **changed: Any) -> Any:
         made[:] = [whole(**{**given, pixels: part, **changed, "return_dict": True})]
-        return deepstack.beside(made[0])
+        return deepstack.join_levels(made[0])
 
     others = {name: x for name, x in given.items() if name != pixels}
     joined = family.encoded(model, kind, given[pixels], others, PATCHES, features)
-    return type(made[0])(**deepstack.apart(joined, made[0]))
+    return type(made[0])(**deepstack.split_levels(joined, made[0]))
 
 
 def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:

@@ -37,8 +37,8 @@ class Grid:
     """The tokens of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame.
 
     apart  whether text stands between the frames, such as the time of each
-    tiles  the rows and columns of what finer tiles of an image make together; they are the marks, with one more at each
-           row's end, which has no cell. None: no mark has
+    tiles  (rows, columns) of the finer picture that an image's tiles make together. Its tokens are the `marks`: row by row,
+           each of them with a cell, and after each row one token that has none. None: no mark has a cell
     """
 
     frames: int
@@ -76,8 +76,9 @@ class Budget:
     fps          frames a second, and never a frame twice; None: `most` evenly spaced ones, however long the video is
     least, most  frames at that rate, where the video has so many
     multiple     the number is a multiple of this
-    factor       both sides of a frame are multiples of this, and it has from `pixels[0]` to `pixels[1]` pixels, but no more
-                 than leaves `total` to the video, of which `multiple` frames are one; None: as the processor has it
+    factor       both sides of a frame are multiples of this; None: sizes are the processor's choice, and the next two unused
+    pixels       the least and the most pixels of a frame
+    total        the most pixels of the whole video, where `multiple` frames count as one; frames are made smaller for it
     """
 
     fps: float | None = 2.0

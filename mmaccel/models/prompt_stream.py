@@ -236,7 +236,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
 
 class PromptRunner(Runner):
-    """Runs one prompt of `generate` on a memory of streams; lives from `prefill` to `settle`.
+    """Runs one prompt of `generate` on a memory of streams; lives from `prefill` to `sync_cache`.
 
     counters  the memory's, once it is over
     """
@@ -282,7 +282,7 @@ class PromptRunner(Runner):
                         if isinstance(probe, Listener) and (probe.heard or probe.hidden):
                             probe.told(prompt.paid(heard))
             except BaseException:
-                self.settle()
+                self.sync_cache()
                 raise
             owner.attention.meter.planned(self._question.meter)
             return self._question.logits
@@ -306,7 +306,7 @@ class PromptRunner(Runner):
         assert self._question is not None
         return self._question
 
-    def ends(self, read: int) -> MaxLength:
+    def position_limit(self, read: int) -> MaxLength:
         """The criterion by which the answer to a prompt of `read` tokens ends where the model's positions do."""
         return MaxLength(torch.tensor([read + self._at_work().left]), self._positions, True)
 
@@ -317,7 +317,7 @@ class PromptRunner(Runner):
     def accept(self, path: Tensor) -> None:
         self._at_work().accept(path)
 
-    def settle(self) -> None:
+    def sync_cache(self) -> None:
         """Close the memory; a second call does nothing."""
         state, self._state = self._state, None
         if state is not None:

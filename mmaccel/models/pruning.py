@@ -231,7 +231,7 @@ class Pruning:
             kept = self.pruner.cut(signals, layout, stage, work.total)
             checked_columns(self.pruner, kept.columns, layout)
         if kept is None or (kept.columns.numel() == layout.length and kept.states is None):
-            work.state.cut(part, None, layout)
+            work.state.keep_columns(part, None, layout)
             return None
         if int(kept.columns[-1]) != layout.length - 1:
             # The last column is the one that answers.
@@ -239,7 +239,7 @@ class Pruning:
             kept_states = None if kept.states is None else torch.cat([kept.states, states[-1:]])
             kept = Kept(torch.cat([kept.columns, end]), kept_states)
         work.layout = thin(layout, kept.columns)
-        work.state.cut(part, kept.columns, work.layout)
+        work.state.keep_columns(part, kept.columns, work.layout)
         return kept
 
     @staticmethod

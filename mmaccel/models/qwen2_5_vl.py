@@ -142,7 +142,7 @@ class Qwen25VL(Family):
     rms_norms = frozenset({"Qwen2_5_VLRMSNorm", "Qwen2RMSNorm", "Qwen2VLRMSNorm"})
     gated_mlps = frozenset({"Qwen2MLP", "Qwen2_5_VLMLP"})
 
-    def piece(
+    def tiny_visual(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         vision = config.vision_config

@@ -67,7 +67,7 @@ class Qwen3VL(Qwen25VL):
         out = multimodal.get_video_features(
             inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
         )
-        return torch.cat(deepstack.beside(out)).to(home_of(model), self.words(model).weight.dtype)
+        return torch.cat(deepstack.join_levels(out)).to(home_of(model), self.words(model).weight.dtype)
 
     def first_cut(self, model: nn.Module) -> int:
         # After each of the first layers the features of a layer of the tower are added to the visual tokens.

@@ -65,13 +65,14 @@ class HFRunner(Runner):
     def prefill(
         self, inputs: Inputs, keep: Tensor | None = None, compact: bool = False, probes: Sequence[Probe] = ()
     ) -> Tensor:
-        """See `Runner.prefill`. `probes` read what the layers of an accelerated model compute of this prompt."""
+        """Run the whole prompt; logits [1, V] of its last token. Arguments as in `Runner.prefill`; `probes` read what the
+        layers of an accelerated model compute of it."""
         if inputs["input_ids"].shape[0] != 1:
             raise ModelError(
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."
             )
         if self.length():
-            self.settle()
+            self.sync_cache()
         if self._whole is not None:
             start = int(self._whole[1].flatten(0, -2)[-1, -1]) + 1
         else:
@@ -145,7 +146,7 @@ class HFRunner(Runner):
             raise ModelError(f"{self.family.name}: {self.family.unable['trees']}; propose chains.")
         if self.steps is not None and (width := self.steps.width(count, branches)):
             return self.steps(self.memory(), self.delta, ids, width, branches)
-        self.settle()
+        self.sync_cache()
         held = self.length()
         start = held + self.delta
         if branches is None:
@@ -201,7 +202,7 @@ class HFRunner(Runner):
         layer, view = self.cache.layers[number], self._moved.view(number, torch.empty(0))
         layer.keys, layer.values = view.key, view.value
 
-    def settle(self) -> None:
+    def sync_cache(self) -> None:
         """Leave the cache as if all columns had gone through the model."""
         if self._moved is not None:
             for number in range(len(self.cache.layers)):

@@ -76,8 +76,8 @@ class SlidingState(KVState):
     def length(self) -> int:
         return self._parts[self._places[0][0]].length()
 
-    def held(self) -> int:
-        return max(part.held() for part in self._parts)
+    def held_columns(self) -> int:
+        return max(part.held_columns() for part in self._parts)
 
     def reset(self) -> None:
         self._read = None

@@ -87,7 +87,7 @@ class StreamSteps:
     def run(
         self, run: ForwardPass, embeds: Tensor, hidden: bool, slots: list[CacheSlot] | None = None
     ) -> Tensor:
-        """See `StreamModel.run`; `slots` are those of all layers, where they are known."""
+        """[n, E] final hidden states of columns `embeds` [n, E], as `StreamModel.run`; `slots`: of all layers, if known."""
         if slots is not None:
             return self._answer(slots, embeds)
         out, errors = self._run([(run, len(embeds), hidden)], embeds, {})
@@ -96,7 +96,7 @@ class StreamSteps:
         return out
 
     def answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
-        """See `StreamModel.run_each`."""
+        """[n, E] final hidden states of answers on several streams, run as one; errors of those that failed, by number."""
         errors = dict[int, Exception]()
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
@@ -218,7 +218,7 @@ class StreamSteps:
 
         def work() -> tuple[Tensor, ...]:
             columns = start + layer.line[:, :count]
-            attended[rows] = layer.look(None, rope, columns, key, value, None, bias, qkv[rows])[0]
+            attended[rows] = layer.attend(None, rope, columns, key, value, None, bias, qkv[rows])[0]
             return ()
 
         self._replays((number, len(qkv), rows.start, count, "look"), work, at=at)

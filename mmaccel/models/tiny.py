@@ -1,7 +1,7 @@
 """Tiny random models of each family, and prompts for them: what `check_family` and our tests build. No network.
 
-A family states `tiny`, the settings of a configuration of each of its model types, and `piece`, the tokens and pixels of one
-image or video of a prompt.
+A family states `tiny`, the settings of a configuration of each of its model types, and `tiny_visual`, tokens and pixels of
+one image or video of a prompt.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Sampler:
             if kind == "text":
                 ids += torch.randint(*WORDS, (rest[0],), generator=generator).tolist()
                 continue
-            tokens, inputs = family.piece(
+            tokens, inputs = family.tiny_visual(
                 config, IMAGE if kind == "image" else VIDEO, *rest or (1,), generator
             )
             ids += tokens

@@ -31,7 +31,7 @@ from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.prune import PrefillPass, Probe
 from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.search.space import Candidate, Slot, Tick, alone, built, composed, slots
+from mmaccel.search.space import Candidate, Slot, Tick, alone, boundary_slots, built, composed
 
 R = TypeVar("R")
 Space = Mapping[str, Sequence[Candidate]]
@@ -205,7 +205,7 @@ class Bench:
         length = self.inside.layout.length
         if plan is None:
             return torch.ones(self.heads, dtype=torch.float64)
-        return (plan.listed_pairs()[0] / (length * (length + 1) / 2)).cpu()
+        return (plan.count_listed_pairs()[0] / (length * (length + 1) / 2)).cpu()
 
 
 def relative_error(out: Tensor, exact: Tensor, rows: Tensor | None) -> Tensor:
@@ -257,7 +257,7 @@ def scored(
         {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.heads)
     ]
     for kind, candidates in space.items():
-        for slot, candidate in product(slots(kind, modalities), candidates):
+        for slot, candidate in product(boundary_slots(kind, modalities), candidates):
             figures: list[list[float | None]] = [[None] * bench.heads] * 2
             if candidate.state != "dear":
                 pattern = alone(kind, slot, candidate.pattern, block)
@@ -278,7 +278,7 @@ def scored(
 
 def ticks(space: Space, modalities: Sequence[int]) -> int:
     """How often `scored` calls its tick."""
-    return sum(len(some) * len(slots(kind, modalities)) + 1 for kind, some in space.items())
+    return sum(len(some) * len(boundary_slots(kind, modalities)) + 1 for kind, some in space.items())
 
 
 def arranged(

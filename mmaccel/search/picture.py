@@ -204,7 +204,10 @@ def ordered(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def plan_picture(name: str) -> Figure:
-    """Both panels; a colour is a part of the plan, pale what its blocks hold beside its pairs; lines lie between spans."""
+    """The plan of the pattern `name` over a small prompt, in two panels: left with queries and keys as the tokens stand,
+    right in the plan's order. Each part of the plan has a colour: full for the pairs that are computed, on the right pale
+    for the other pairs of listed blocks. Lines divide segments on the left, spans and parts on the right. Raises
+    `RecipeError` for a pattern that computes everything."""
     plan = small_plan(name)
     drawn = figure(9.6, 5.2)
     left, right = drawn.subplots(1, 2)

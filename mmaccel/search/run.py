@@ -100,7 +100,7 @@ def search(
         raise RecipeError(f"the folder {out.parent} does not exist; create it first.")
     if out.is_dir():
         raise RecipeError(f"{out} is a folder; give the name of a file in it.")
-    with Parts.alone(parts_of(out)) as parts:
+    with SearchProgress.alone(parts_of(out)) as parts:
         device = next(model.parameters()).device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -132,7 +132,7 @@ def _levelled(
     inputs: Mapping[str, Any],
     settings: Settings,
     sample: Mapping[str, Any],
-    parts: Parts,
+    parts: SearchProgress,
     progress: Progress | None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[Candidate]]]:
     """What the search is about, all costs, and the candidates at the target's cost, measured on the layer in the middle,
@@ -212,12 +212,12 @@ def parts_of(out: Path) -> Path:
     return out.with_name(out.name + ".parts")
 
 
-class Parts(Rows):
+class SearchProgress(Rows):
     """Stored progress of a search: a row of its settings, then one for each cost, time and layer."""
 
     @classmethod
     @contextmanager
-    def alone(cls, path: Path) -> Iterator[Parts]:
+    def alone(cls, path: Path) -> Iterator[SearchProgress]:
         """Keep the file from other searches, of this process or another, and read it; `RecipeError` if one is at work on it,
         or if it holds no search. It is deleted where it ends without a row.
 
@@ -339,7 +339,7 @@ def agreement(one: Row, other: Row) -> float:
     return sum(a == b for a, b in zip(*told, strict=True)) / len(told[0])
 
 
-def labels(table: Row) -> list[tuple[str, ...]]:
+def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
     """For each layer the names of its heads' patterns, as a report has them."""
     return [tuple(built(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
 

@@ -2,17 +2,16 @@
 
 Rows are budgets in tokens for contexts of 64k and more. For a shorter context all budgets shrink in proportion to it
 (columns, diagonals and sinks in tokens, windows in whole frames), and so does the target, an A-shape of 1k global and 4k
-local tokens; strides, which are sizes of frames, stay. Levelling then changes what a row does not stand for, until an
-attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its window,
-columns and diagonals of a vertical-slash alike, whose row is their ratio, and the local window of a grid, whose row is its
-lines. The last figure of Table 3's grids, 1024, is that window (microsoft/MInference, `minference/ops/grid_attention.py`,
-`n_local`). Each grid stands without its window too, as Algorithm 1 has it: it costs what its lines cost, often less than
-the target. Rows whose smallest budget costs more than the target are left out.
+local tokens; strides, which are sizes of frames, stay. Levelling then changes those fields of a row that the row does not
+fix, until attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its
+window, columns and diagonals of a vertical-slash alike, whose row is their ratio, and the local window of a grid, whose
+row is its lines. The last figure of Table 3's grids, 1024, is that window (microsoft/MInference,
+`minference/ops/grid_attention.py`, `n_local`). Each grid stands without its window too, as Algorithm 1 has it: it costs
+what its lines cost, often less than the target. Rows whose smallest budget costs more than the target are left out.
 
-In a scale that is `extended` rows are ours, and named so, where they differ from the table's: each vertical-slash keeps a
-few first tokens, and one row more follows, at several shares of the target: rows are level on the mean of heads, and a head
-that it costs more than the mean takes it at the share that fits.
-"""
+With `Scale.extended`, rows labelled "ours" differ from Table 3 in two things. Each vertical-slash also keeps the `FIRST`
+tokens. And one row more is there, at several shares of the target's cost (`SHARES`): rows are level on the mean of heads,
+and a head for which this row costs more than the mean takes it at the share that fits."""
 
 from __future__ import annotations
 
@@ -74,8 +73,9 @@ def kinds_of(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
     return [k for k in KINDS if k in wanted] if len(modalities) > 1 else ["no_boundary"]
 
 
-def slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
-    """The slots of a type in a prompt of these modalities."""
+def boundary_slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
+    """Where the boundary type `kind` (of `KINDS`) takes a pattern of its own in a prompt with these modalities: once for
+    everything, once for each modality of queries or of keys, or once for each pair of both."""
     if kind == "no_boundary":
         return [Slot("all", None, None)]
     if kind == "q_boundary":
@@ -114,7 +114,7 @@ def everywhere(
     kind: str, pattern: Mapping[str, Any], modalities: Sequence[int], block: int
 ) -> dict[str, Any]:
     """The pattern of a type with `pattern` in every slot, as a mapping."""
-    return composed(kind, {slot.name: pattern for slot in slots(kind, modalities)}, block)
+    return composed(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------

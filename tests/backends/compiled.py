@@ -244,7 +244,7 @@ def indexed() -> None:
     line_kernels.strongest(scores, scores, at[:, 0], 1000, 1024)
     estimate.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
     lines, told = zeros(1, 28, 1000), zeros(1, 28, 9, 5)
-    line_kernels.line_keys(row, lines, lines, N, 64)
+    line_kernels.split_line_keys(row, lines, lines, N, 64)
     Work.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
     lists.reach(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
@@ -257,12 +257,12 @@ def indexed() -> None:
     line_kernels.turned_classes((numbers, begin, numbers, begin, at[0, :1]), (of, of, of), 64, False, 64, 64)
 
 
-def assembled() -> None:
+def copy_pieces() -> None:
     """Tables of a plan's pieces: one that fills, and one that comes after it."""
     table = [0] * len(lists.FIELDS)
     for name in ("heads", "batch", "size"):
         table[lists.FIELDS.index(name)] = 1
-    lists.assembled([zeros(8)], table * 2, 1, [8, 8, 8])
+    lists.copy_pieces([zeros(8)], table * 2, 1, [8, 8, 8])
 
 
 def clustered() -> None:
@@ -341,7 +341,7 @@ WAYS: dict[str, Callable[[], None]] = {
     },
     **{f"project entered {count}": partial(entered, count) for count in (1, 10, 16, 64)},
     "index": indexed,
-    "index pieces": assembled,
+    "index pieces": copy_pieces,
     "stream clusters": clustered,
     **{
         f"stream units of {tokens}{' apart' * apart}": partial(gathered, tokens, size, apart)

@@ -97,8 +97,8 @@ def test_line_keys(columns: int) -> None:
     diagonal = torch.tensor([0, 1, 17, 48, 48]).expand(2, 3, -1)
     for width in (48, 30):
         arguments = row, chosen.contiguous(), diagonal
-        want = lines.line_keys.plain(*arguments, width, 16)
-        got = kernels.line_keys(*(t.to(DEVICE) for t in arguments), width, 16)
+        want = lines.split_line_keys.plain(*arguments, width, 16)
+        got = kernels.split_line_keys(*(t.to(DEVICE) for t in arguments), width, 16)
         for mine, its in zip(got, want, strict=True):
             assert mine.dtype == its.dtype and torch.equal(mine.cpu(), its)
 

@@ -119,13 +119,13 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
         held = {
             LastQueries: dict(fused=True),
             lists: dict(
-                assembled=_filled(lists.assembled, block_lists.assembled.plain),
+                copy_pieces=_filled(lists.copy_pieces, block_lists.copy_pieces.plain),
                 reach=_filled(lists.reach, block_lists.reach.plain),
                 listed_area=_filled(lists.listed_area, block_lists.listed_area.plain),
             ),
             line_kernels: dict(
                 strongest=_filled(line_kernels.strongest, lines.strongest.plain),
-                line_keys=_filled(line_kernels.line_keys, lines.line_keys.plain),
+                split_line_keys=_filled(line_kernels.split_line_keys, lines.split_line_keys.plain),
                 slash_runs=_filled(line_kernels.slash_runs, lines.slash_runs.plain),
                 turned_classes=_filled(line_kernels.turned_classes, lines.turned_classes.plain),
             ),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.block_lists import FIELDS, assembled
-from mmaccel.backends.triton.prefill.lists import assembled as launched
+from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces
+from mmaccel.backends.triton.prefill.lists import copy_pieces as launched
 from mmaccel.core.prefill.merge_heads import Slice, TensorPacker
 
 from .triton_cases import DEVICE
@@ -43,7 +43,7 @@ def test_pieces(size: int) -> None:
     told = sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends
     for room in rooms:
         made = []
-        for way in (assembled.plain, launched):
+        for way in (copy_pieces.plain, launched):
             sheet._made = way(*told)
             made.append(sheet.tensor(room))
         assert made[0].shape == room.shape and torch.equal(*made)

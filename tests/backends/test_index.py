@@ -18,7 +18,7 @@ def test_the_operators_keep_their_contracts() -> None:
     last, kept = torch.tensor([39, 7]), torch.rand(2, 3, 65)[..., :-1] < 0.2
     torch.library.opcheck(lines.strongest.op, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 9, 5))
     row, line = torch.arange(64, dtype=torch.int32).expand(2, -1), torch.tensor([3, 17, 61]).expand(2, 3, -1)
-    torch.library.opcheck(lines.line_keys.op, (row, line, line + 1, 60, 16))
+    torch.library.opcheck(lines.split_line_keys.op, (row, line, line + 1, 60, 16))
     shape = torch.tensor([[0, 1], [0, 3], [16, 9]], dtype=torch.int32)
     member = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
     reach = torch.tensor([[[0, 0], [0, 0]], [[2, 3], [4, 0]], [[2, 2], [2, 0]]], dtype=torch.int32)

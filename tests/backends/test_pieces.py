@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmaccel.backends.ops.block_lists import FIELDS, assembled
+from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces
 from mmaccel.core.prefill.merge_heads import TensorPacker
 
 
@@ -30,4 +30,4 @@ def test_the_operator_keeps_its_contract() -> None:
     sheet = TensorPacker()
     sheet.put(sheet.add((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
     fills = len(sheet._fills) // len(FIELDS)
-    torch.library.opcheck(assembled.op, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends))
+    torch.library.opcheck(copy_pieces.op, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends))

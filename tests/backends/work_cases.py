@@ -140,7 +140,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pyte
         on.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", noted)
-    for module, name in ((lists, "paired_kernel"), (working, "work_kernel"), (attend, "merge_kernel")):
+    for module, name in ((lists, "merge_pairs_kernel"), (working, "work_kernel"), (attend, "merge_kernel")):
         monkeypatch.setattr(module, name, Watched(getattr(module, name), on, seen))
     place = torch.arange(96, dtype=torch.int32)[None, None]
     span = span_by_range(place, place, place, place, 0, 96, 16, 16)
@@ -149,5 +149,5 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pyte
     here = replace(operators.INTERPRETED, shared=attend.PAIRS)
     monkeypatch.setattr(operators, "resources", lambda _: here)
     attend.block_attend(query, key, value, *flat(plan.parts[0], plan), 0.25, 96, chunk=2)
-    assert [name for name, _ in seen] == ["paired_kernel", "work_kernel", "merge_kernel"]
+    assert [name for name, _ in seen] == ["merge_pairs_kernel", "work_kernel", "merge_kernel"]
     assert all(devices == [query.device] for _, devices in seen), seen

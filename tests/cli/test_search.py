@@ -14,7 +14,7 @@ import pytest
 
 from mmaccel.cli import draw
 from mmaccel.search import replayed
-from mmaccel.search.run import Parts, labels, main_pattern
+from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -97,7 +97,7 @@ def test_search_names_heads_as_a_report_does(
     found = json.loads(table.read_text())
     monkeypatch.setattr("mmaccel.search.search", lambda *given, **more: found)
     status, out, err = call("search", ov, "--video", clip, "--max-tokens", 300, "--out", tmp_path / "t.json")
-    names = [name for layer in labels(found) for name in layer]
+    names = [name for layer in head_pattern_names(found) for name in layer]
     told = ", ".join(f"{name} x {names.count(name)}" for name in sorted(set(names)))
     assert status == 0 and f"\nheads: {told}\n" in out, err
     assert "q_boundary(" in told
@@ -215,7 +215,7 @@ def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: 
     path = tmp_path / "t.json"
     how = f"--out {path} --boundaries no_boundary --cost pairs --block 16 --device cpu --max-tokens 300"
     arguments = ("search", ov, "--video", clip, *how.split())
-    with Parts.alone(tmp_path / "t.json.parts"):
+    with SearchProgress.alone(tmp_path / "t.json.parts"):
         status, out, err = call(*arguments)
         assert (status, out) == (2, "") and not path.exists()
         told = (

@@ -70,7 +70,9 @@ def test_shares_are_equal_and_give_the_plan_s_attention(name: str, cut: tuple[in
     shares = [share(plan, rank, size) for rank in range(size)]
     assert share(plan, 0, size) is shares[0]
     assert torch.equal(sum(one.count_mask() for one in shares), plan.count_mask())
-    assert sum(float(one.listed_pairs().sum()) for one in shares) == float(plan.listed_pairs().sum())
+    assert sum(float(one.count_listed_pairs().sum()) for one in shares) == float(
+        plan.count_listed_pairs().sum()
+    )
     # Of lists that all heads share one block more is one more of each.
     assert max(map(blocks, shares)) - min(map(blocks, shares)) <= max(SCENE.heads, 0.05 * blocks(shares[0]))
     found = [attend_plan(one, query, key, value, 0.25, reference.op) for one in shares]

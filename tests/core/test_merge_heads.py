@@ -124,11 +124,11 @@ def test_each_head_keeps_its_own_pairs(scene: Scene, seed: int, lone: bool) -> N
     assert mixed.count_mask().max() <= 1
     for some, plan in shares:
         if plan is not None:
-            listed = plan.listed_pairs().expand(-1, len(some))
-            assert torch.equal(mixed.listed_pairs()[:, list(some)], listed)
+            listed = plan.count_listed_pairs().expand(-1, len(some))
+            assert torch.equal(mixed.count_listed_pairs()[:, list(some)], listed)
         else:
             pairs = expected[:, list(some)].sum((2, 3)).double()
-            assert torch.equal(mixed.listed_pairs()[:, list(some)], pairs)
+            assert torch.equal(mixed.count_listed_pairs()[:, list(some)], pairs)
     tensors = scene.tensors()
     for op in (reference.op, flex()):
         out, _ = attend_plan(mixed, *tensors, scene.size**-0.5, op)
@@ -285,7 +285,7 @@ def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
     assert [span.k_row.shape for span in kept] == [slash.k_row.shape] and slash.k_row.shape[1] == 1
     mask = own_masks(shares, 8, scene)
     assert torch.equal(mixed.to_mask(), mask) and mixed.count_mask().max() == 1
-    assert torch.equal(mixed.listed_pairs()[:, [1, 6]], shares[1][1].listed_pairs())
+    assert torch.equal(mixed.count_listed_pairs()[:, [1, 6]], shares[1][1].count_listed_pairs())
     out, _ = attend_plan(mixed, query, key, value, scene.size**-0.5, reference.op)
     torch.testing.assert_close(out, masked(query, key, value, mask), rtol=0, atol=1e-12)
 

@@ -162,7 +162,7 @@ def test_lists_may_be_followed_by_slack() -> None:
 
     slack = replace(plan, parts=(Part(part.q_row, tuple(loose(s) for s in part.spans)),))
     assert torch.equal(slack.to_mask(), plan.to_mask())
-    assert torch.equal(slack.listed_pairs(), plan.listed_pairs())
+    assert torch.equal(slack.count_listed_pairs(), plan.count_listed_pairs())
     rng = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, h, n, 8, generator=rng) for h, n in ((4, 50), (2, 90), (2, 90)))
     for got, want in zip(
@@ -194,7 +194,7 @@ def test_mask_and_counts_by_hand() -> None:
             want[i, j] = -3 <= i - j < 1
     assert torch.equal(plan.to_mask()[0], want.expand(2, -1, -1))
     assert int(plan.count_mask().max()) == 1
-    assert plan.listed_pairs().tolist() == [[8 * 4 + 4 * 8] * 2]
+    assert plan.count_listed_pairs().tolist() == [[8 * 4 + 4 * 8] * 2]
     twice = replace(plan, parts=(plan.parts[0], plan.parts[0]))
     assert int(twice.count_mask().max()) == 2
     assert torch.equal(plan.to("cpu").to_mask(), plan.to_mask())

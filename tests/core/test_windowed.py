@@ -35,7 +35,7 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
     assert count.max() == 1
     assert torch.equal(count[0, 0] > 0, seen) and torch.equal(count[0, 1] > 0, seen)
     # Blocks, of which two at either end of a window are not whole, are all that is computed beside it.
-    assert plan.listed_pairs()[0, 0] <= seen.sum() + rows * 4 * 128
+    assert plan.count_listed_pairs()[0, 0] <= seen.sum() + rows * 4 * 128
 
 
 def stream_pass(state: Any, kernel: Any = None) -> ForwardPass:

@@ -29,7 +29,7 @@ class Meter:
     def draft_failed(self, reason: str) -> None:
         self.failures.append(reason)
 
-    def told(self, counters: dict[str, float], notes: list[str]) -> None:
+    def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
         assert all(isinstance(value, float) for value in counters.values())
 
 

@@ -146,7 +146,7 @@ def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) 
     like = Generic.tiny["smolvlm"]
     monkeypatch.setattr(Other, "tiny", {"idefics3": {**like, "pad_token_id": 0}})
     monkeypatch.setattr(
-        Other, "piece", lambda self, config, *a: Generic.piece(self, like_smolvlm(config), *a)
+        Other, "tiny_visual", lambda self, config, *a: Generic.tiny_visual(self, like_smolvlm(config), *a)
     )
     monkeypatch.setattr(
         Other, "finished", lambda self, config, made: Generic.finished(self, like_smolvlm(config), made)

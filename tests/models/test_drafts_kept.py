@@ -129,7 +129,7 @@ def test_a_drafted_row_is_written_where_it_is_seen() -> None:
     for row in drafted:
         memory.append(0, *row)
         seen.append(memory.view(0, row[0]))
-    assert len({view.value.data_ptr() for view in seen}) == 1 and memory.held() == 23
+    assert len({view.value.data_ptr() for view in seen}) == 1 and memory.held_columns() == 23
     want = torch.cat([whole[..., columns, :], *drafted], 3)
     assert torch.equal(torch.stack([seen[-1].key, seen[-1].value]), want)
     dense.append(0, *whole[..., 40:, :])

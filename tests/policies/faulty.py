@@ -14,6 +14,7 @@ from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, span_by_range, s
 from mmaccel.core.prefill.prune import Stage, TokenPruner, candidates, staying
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.sparse.orders import at_or_before, natural
+from mmaccel.policies.sparse.vertical_slash import VerticalSlash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,20 @@ class ShortKeys(Extra):
     extra: ClassVar[dict[str, Tensor]] = dict.fromkeys(("key", "value"), torch.zeros(1, 1, 7, 3))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unsaid(VerticalSlash):
+    """It reads queries, and does not say so."""
+
+    name: ClassVar[str] = "unsaid"
+    adaptive: ClassVar[bool] = False
+    block: int = 16
+    vertical: int = 9
+    slash: int = 4
+    last_q: int = 16
+
+
 SPARSE = {
+    "an unsaid reading of queries": (Unsaid, "set the class field adaptive = True"),
     "two spans": (Twice, "twice"),
     "the future": (Ahead, "comes after"),
     "padding": (OfPadding, "padding"),

@@ -20,7 +20,7 @@ from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.faulty import PRUNE, SPARSE, Half, Pooled, Sound
 from tests.policies.faulty_states import DRAFTS, MEMORIES
 
-DEAR = ("two spans", "the future", "padding", "a low bound")
+DEAR = ("an unsaid reading of queries", "two spans", "the future", "padding", "a low bound")
 """Faults that only `check_policy` finds."""
 
 

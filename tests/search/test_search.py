@@ -19,7 +19,7 @@ from mmaccel.core.report import read_rows
 from mmaccel.search import Settings, agreement, replayed, search
 from mmaccel.search.measure import Bench, Inside, decided, frame_tokens, relative_error, scored, watch
 from mmaccel.search.picture import orders, pooled, weights
-from mmaccel.search.run import differing, labels
+from mmaccel.search.run import differing, head_pattern_names
 from mmaccel.search.space import KINDS, Scale, Slot, alone, levelled
 from tests.models.tiny_random import BUILD, prompt
 
@@ -91,7 +91,7 @@ def test_the_model_is_left_as_it_was_and_the_table_serves_it(found: Any) -> None
     with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
         model(**inputs)
         report = fast.report()
-    assert report.patterns == tuple(labels(table))
+    assert report.patterns == tuple(head_pattern_names(table))
     kinds = tuple(tuple(name.split("(")[0] for name in layer) for layer in report.patterns)
     assert kinds == tuple(tuple(h["pattern"]["name"] for h in layer) for layer in table["layers"])
     # The first layer sees what the search saw: the same share is kept.

@@ -16,6 +16,7 @@ from mmaccel.search.space import (
     SHARES,
     Scale,
     alone,
+    boundary_slots,
     built,
     composed,
     everywhere,
@@ -24,7 +25,6 @@ from mmaccel.search.space import (
     levelled,
     merged,
     rows,
-    slots,
 )
 
 FULL = Scale(LONG, 196, 64)
@@ -191,7 +191,7 @@ def test_a_type_that_is_always_dearer_is_left_out() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
-    places, modality = slots(kind, VIDEO_AND_TEXT), {name: m for m, name in MODALITIES.items()}
+    places, modality = boundary_slots(kind, VIDEO_AND_TEXT), {name: m for m, name in MODALITIES.items()}
     assert len(places) == {"no_boundary": 1, "boundary_2d": 4}.get(kind, 2)
     near = [dict(name="a_shape", sink=n, window=16, block=16) for n in range(len(places))]
     whole = built(composed(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))

@@ -84,10 +84,13 @@ def key_bounds(part: Part) -> tuple[int, ...] | None:
 def near_alone(
     bounds: tuple[int, ...], n_query: int, tiles: Tiles
 ) -> tuple[tuple[int, ...], tuple[int, int] | None]:
-    """Of the bounds of two spans those of one, where tested tiles need no other: the second sees, up to where the first
-    begins, the first keys of all, whole tiles of them. Then (keys, past): over so many first keys each query i sees all
-    before key i + past, and a tile is FULL if its first query sees its last key. In no other tile of these does the first
-    span begin, as it is longer than a tile and one of queries."""
+    """The bounds with which tiles are tested, and what is known of the others.
+
+    Of two spans, one near the queries and one of the first keys, whole tiles of them, that ends where the near one begins:
+    the near span's bounds, and (keys, past): among the first `keys` keys, query i sees by the second span all before key
+    i + past, and a tile is FULL if its first query sees its last key. No tile of these needs both spans, as the near one is
+    longer than a tile of queries and one of keys together. Of anything else: `bounds` as they are, and None.
+    """
     for near, far in ((bounds[:3], bounds[3:]), (bounds[3:], bounds[:3])) if len(bounds) == 6 else ():
         first_keys = far[0] <= -n_query and far[1] == near[0] and far[2] <= near[2]
         if first_keys and far[2] % tiles.keys == 0 and near[1] - near[0] >= tiles.queries + tiles.keys:

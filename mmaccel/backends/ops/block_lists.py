@@ -223,7 +223,7 @@ def _assembled_shapes(sources: Sequence[Tensor], sizes: Sequence[int]) -> list[T
 
 
 @operator("prefill.lists", fake=_assembled_shapes)
-def assembled(
+def copy_pieces(
     sources: Sequence[Tensor], table: Sequence[int], fills: int, sizes: Sequence[int]
 ) -> list[Tensor]:
     """One tensor of each of `KINDS`, of `sizes` elements, put together of pieces of `sources`.

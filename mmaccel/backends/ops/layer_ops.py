@@ -280,7 +280,9 @@ def enter_each(
     columns: Tensor,
     caches: Caches,
 ) -> Tensor:
-    """`enter_rows` of x [B * n, K], written to a cache of its own for each sequence."""
+    """Queries [B, H, n, D] of the rows x [B * n, K] that enter a layer: projects them to queries, keys and values, applies
+    RoPE by `turn` [2, B, n, D] (cosines, sines), and writes keys and values to `columns` [B, n] of one cache for each
+    sequence. weight, bias, gain, squares and eps as in `enter_rows`."""
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
     return rope_each.direct(rows, turn[0], turn[1], places, columns, caches)

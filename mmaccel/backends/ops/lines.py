@@ -128,7 +128,7 @@ def _line_shapes(row: Tensor, columns: Tensor, block: int) -> tuple[Tensor, ...]
 
 
 @operator("prefill.lines", fake=_line_shapes)
-def line_keys(
+def split_line_keys(
     row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Columns [B, H, K] and diagonals [B, H, S] long among the keys `row` [B, N], which are those of the first `width`
@@ -167,7 +167,7 @@ def _run_shapes(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Te
 def slash_runs(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:
     """row [B, H, M, 5] long and index int32 of `BlockLists`: the key blocks that diagonals touch.
 
-    kept [B, H, N] bool: the diagonals; queries: the fields of `mmaccel.policies.sparse.vertical_slash.QueryRuns`, in order.
+    kept [B, H, N] bool: the diagonals; queries: the fields of `QueryBlockRuns` of `policies/sparse/vertical_slash.py`.
     """
     shape, member, home, reach, broken, runs, sure = queries
     _, H, N = kept.shape

@@ -162,8 +162,8 @@ def merge_kernel(
 def decode_attend(
     query, key, value, columns, scale, sees=None, bias=None, *, splits=None, block_n=None, table=None
 ):
-    """See `ops.layer_ops.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys. `table` is
-    that of `attend_each`."""
+    """Exact attention of a few new rows over a cache (`ops.layer_ops.decode_attend`); at most `splits` pieces a sequence and
+    head, of tiles of `block_n` keys. `table` is that of `attend_each`."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
@@ -198,7 +198,8 @@ def decode_attend(
 
 
 def attend_each(query, caches, columns, scale):
-    """See `ops.layer_ops.attend_each`."""
+    """Attention of query [B, H, n, D] of a step, each sequence over a cache of its own; columns [B, n] as in
+    `decode_attend`. Kernels read from `caches.table` where the caches lie."""
     return decode_attend(query, caches.home, caches.home, columns, scale, table=caches.table)
 
 
@@ -368,8 +369,8 @@ def project_rows(
     x, weight, bias=(), gain=None, eps=0.0, residual=None, gated=False, squares=None, *, block_k=None,
     ahead=None,
 ):  # fmt: skip
-    """See `ops.layer_ops.project_rows`; a program takes up `block_k` inputs at a time. With `ahead`, the gain of a norm
-    after the product, also what that needs: see `ops.layer_ops.pass_rows`."""
+    """Rows through linear layers, with norm and gate (`ops.layer_ops.project_rows`); a program takes up `block_k` inputs at
+    a time. With `ahead`, the gain of a norm after the product, also what that needs: see `ops.layer_ops.pass_rows`."""
     rows, K = x.shape
     widths = [w.shape[0] for w in weight]
     width = widths[0] if gated else sum(widths)
@@ -404,7 +405,7 @@ def project_rows(
 
 
 def pass_rows(x, weight, bias, residual, gain, *, block_k=None):
-    """See `ops.layer_ops.pass_rows`; a program takes up `block_k` inputs at a time."""
+    """Rows through a weight and past it (`ops.layer_ops.pass_rows`); a program takes up `block_k` inputs at a time."""
     return project_rows(x, [weight], bias, residual=residual, block_k=block_k, ahead=gain)
 
 
@@ -505,7 +506,8 @@ def rope_kernel(
 
 
 def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None, table=None):
-    """See `ops.layer_ops.enter_rows`; a program takes up `block_k` inputs at a time. `table` is that of `enter_each`."""
+    """Rows projected, RoPE applied, cache written (`ops.layer_ops.enter_rows`); a program takes up `block_k` inputs at a
+    time. `table` is that of `enter_each`."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -529,13 +531,14 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
 
 
 def enter_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
-    """See `ops.layer_ops.enter_each`."""
+    """`enter_rows` over a cache of its own for each sequence, by `caches.table`."""
     home, table = caches.home, caches.table
     return enter_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, table=table)
 
 
 def rope_rows(rows, cos, sin, places, columns, key, value, *, table=None):
-    """See `ops.layer_ops.rope_rows`: one kernel, a program for each head of each row. `table` is that of `rope_each`."""
+    """Applies RoPE and writes keys and values to the cache (`ops.layer_ops.rope_rows`): one kernel, a program for each head
+    of each row. `table` is that of `rope_each`."""
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
@@ -550,6 +553,6 @@ def rope_rows(rows, cos, sin, places, columns, key, value, *, table=None):
 
 
 def rope_each(rows, cos, sin, places, columns, caches):
-    """See `ops.layer_ops.rope_each`."""
+    """`rope_rows` over a cache of its own for each sequence, by `caches.table`."""
     home = caches.home
     return rope_rows(rows, cos, sin, places, columns, home, home, table=caches.table)

@@ -87,7 +87,7 @@ def angles_kernel(
 
 
 def rms_norm(x, weight, eps):
-    """See `ops.layer_ops.rms_norm`: a program makes a row."""
+    """Rows of x over their root mean square, times weight (`ops.layer_ops.rms_norm`): a program makes a row."""
     x = x.contiguous()
     out = torch.empty_like(x)
     E = x.shape[-1]
@@ -99,7 +99,7 @@ def rms_norm(x, weight, eps):
 
 
 def silu_times_(gate, up):
-    """See `ops.layer_ops.silu_times_`; raises `ValueError` unless both are contiguous."""
+    """gate in place: its SiLU times up (`ops.layer_ops.silu_times_`); raises `ValueError` unless both are contiguous."""
     if not (gate.is_contiguous() and up.is_contiguous()):
         raise ValueError("silu_times_: gate and up are to be contiguous")
     if gate.numel():
@@ -109,7 +109,8 @@ def silu_times_(gate, up):
 
 
 def rotate_(x, cos, sin):
-    """See `ops.layer_ops.rotate_`; raises `ValueError` unless the last dimension of `x` is dense."""
+    """Applies RoPE to x [B, H, n, D] in place (`ops.layer_ops.rotate_`); raises `ValueError` unless the last dimension of
+    `x` is dense."""
     B, H, n, D = x.shape
     if x.stride(-1) != 1:
         raise ValueError("rotate_: the numbers of a head are to lie side by side")
@@ -123,7 +124,7 @@ def rotate_(x, cos, sin):
 
 
 def angles(places, pace, scale, dtype):
-    """See `ops.layer_ops.angles`: a program makes `PLACES` rows of both."""
+    """Cosines and sines [n, D] of places [n] (`ops.layer_ops.angles`): a program makes `PLACES` rows of both."""
     n, half = len(places), len(pace)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=places.device)
     if n:

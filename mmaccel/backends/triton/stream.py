@@ -346,7 +346,7 @@ def gather_kernel(
 
 
 def scored(key, query, cosine):
-    """See `ops.clusters.scored`."""
+    """[R, C] float32: keys [R, C, d] times queries [R, d]; if `cosine`, of both at length one."""
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
@@ -358,7 +358,7 @@ def scored(key, query, cosine):
 
 
 def outside(score, size, limit, fewest):
-    """See `ops.clusters.outside`."""
+    """[R, V]: whether `limit` entries or more are in the clusters with a higher score [R, V] (`ops.clusters.outside`)."""
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
@@ -369,7 +369,7 @@ def outside(score, size, limit, fewest):
 
 
 def ordered(score, size, parent, without):
-    """See `ops.clusters.ordered`."""
+    """Scores [R, C], -inf for clusters not searched, and how many entries come before each (`ops.clusters.ordered`)."""
     R, C = score.shape
     out, before = torch.empty_like(score), torch.empty(R, C, dtype=torch.long, device=score.device)
     staged = parent is not None and without is not None
@@ -383,7 +383,7 @@ def ordered(score, size, parent, without):
 
 
 def selected(before, lists, budget, ahead, own, late):
-    """See `ops.clusters.selected`."""
+    """The entries that are retrieved, ascending, and those to fetch ahead for the next layer (`ops.clusters.selected`)."""
     R, C = before.shape
     device, D, more = before.device, own.keys.shape[2], 0 if late is None else late.entries
     out = torch.empty(budget + more, dtype=torch.long, device=device)
@@ -404,7 +404,7 @@ def selected(before, lists, budget, ahead, own, late):
 
 
 def stand_ins(score, picked, size, rows, time, out, head, left, tokens):
-    """See `ops.clusters.stand_ins`."""
+    """Summary tokens: the clusters of the largest score, their times and biases (`ops.clusters.stand_ins`)."""
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
@@ -418,7 +418,7 @@ def stand_ins(score, picked, size, rows, time, out, head, left, tokens):
 
 
 def folded(rows, count, groups):
-    """See `ops.clusters.folded`."""
+    """[G * D] float32: the mean of rows [H, n, D] over the words, the heads of a group summed (`ops.clusters.folded`)."""
     H, n, D = rows.shape
     out = torch.empty(groups * D, device=rows.device)
     folded_kernel[(groups, triton.cdiv(D, COLUMNS))](
@@ -429,7 +429,7 @@ def folded(rows, count, groups):
 
 
 def moved(words, count, known, before, seen):
-    """See `ops.clusters.moved`."""
+    """[n, E]: rows `words` plus `known` [E]; updates the means `before` and `seen` [E] (`ops.clusters.moved`)."""
     n, E = words.shape
     out = torch.empty(n, E, dtype=words.dtype, device=words.device)
     moved_kernel[(triton.cdiv(E, COLUMNS),)](
@@ -440,7 +440,7 @@ def moved(words, count, known, before, seen):
 
 
 def foretold(table, entries, slots, begin):
-    """See `ops.clusters.foretold`."""
+    """[n]: where on the host each of `entries` [n] is, -1 for none; notes where it will be (`ops.clusters.foretold`)."""
     out = torch.empty_like(entries)
     if len(entries):
         foretold_kernel[(triton.cdiv(len(entries), FORETOLD),)](
@@ -450,7 +450,8 @@ def foretold(table, entries, slots, begin):
 
 
 def gather_units(out, slab, base, slot, grain=0, *, programs=PROGRAMS, words=UNDER_WAY):
-    """See `ops.clusters.gather_units`; `programs` and `words` as the constants above."""
+    """Brings units from host memory into `out` in one launch (`ops.clusters.gather_units`); `programs` and `words` as the
+    constants above."""
     slots, _, groups, tokens, size = slab[0].shape
     n = slot.shape[0]
     if n == 0:

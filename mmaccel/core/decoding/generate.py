@@ -113,12 +113,12 @@ class CarefulDraft:
     def _tell(self, draft: DraftState) -> None:
         """Put what the draft, which is closed, has to tell into the report."""
         try:
-            self._meter.told(draft.counters(), list(draft.notes()))
+            self._meter.draft_ended(draft.counters(), list(draft.notes()))
         except Exception as error:
             message = (
                 f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
             )
-            self._meter.told({}, [message])
+            self._meter.draft_ended({}, [message])
             warn(f"the draft failed after the answer: {message}.")
 
 

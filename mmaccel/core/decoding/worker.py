@@ -213,7 +213,7 @@ class Worker:
         return self.close.alive and self.process.poll() is None
 
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
-        """See `Wire.send`; the worker is expected to say something from now on."""
+        """Send a message to the worker, as `Wire.send` does; from now on the worker is expected to say something."""
         self._heard = time.monotonic()
         busy = self._outbox.busy  # asked first: what was busy and broke meanwhile takes nothing more
         self._got_through()

@@ -10,7 +10,7 @@ from torch import Tensor
 from mmaccel.core.memory.kv import StreamState
 
 
-class FrameState(StreamState):
+class FrameMemory(StreamState):
     """A memory that keeps frames instead of keys and runs the model on some of them at a question. It goes through no pass
     itself: what a question sees is made by `fresh`, filled with the units of `pick`."""
 

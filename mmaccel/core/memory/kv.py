@@ -73,7 +73,7 @@ class KVState(ABC):
         """Columns seen and not rolled back, whether still held or not."""
 
     @abstractmethod
-    def held(self) -> int:
+    def held_columns(self) -> int:
         """Columns whose keys are still held (the largest layer)."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class KVState(ABC):
 
     def counters(self) -> dict[str, float]:
         """Figures for the report, which prints a name with the word "bytes" in MiB and one that ends in "_s" in seconds."""
-        return {"held": float(self.held()), "seen": float(self.length()), "bytes": float(self.nbytes())}
+        return dict(held=float(self.held_columns()), seen=float(self.length()), bytes=float(self.nbytes()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +335,7 @@ class StreamState(KVState):
         """Told, while a question runs, that a pruner leaves of the columns before it only `columns` [k] of the view of
         `layer`: `evidence` weighs these alone."""
 
-    def listed(self, layer: int, rows: int) -> None:
+    def note_listed_rows(self, layer: int, rows: int) -> None:
         """Told, while a question runs, that its first `rows` rows saw at `layer` what a pattern listed: `evidence` weighs
         the others alone."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.memory.frames import FrameState
+from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import (
     CacheSlot,
     KVView,
@@ -73,7 +73,7 @@ def split_stream(
             own = LayerRange(view.model, view.adapter, view.resolve, layers=layers, at=devices[begin])
             share = policy.for_layers(len(layers) / len(devices))
             parts.append((layers, own.at, share.stream(stream, own.geometry, own, own.at)))
-            if isinstance(parts[0][2], FrameState):
+            if isinstance(parts[0][2], FrameMemory):
                 raise ModelError(
                     f"kv {policy.name!r} runs whole frames at a question and the model's layers lie on several devices; "
                     "choose a memory of keys and values, or put the model on one device."
@@ -164,9 +164,9 @@ class SplitState(StreamState):
         state, own = self._of[layer]
         state.seen_only(own, columns)
 
-    def listed(self, layer: int, rows: int) -> None:
+    def note_listed_rows(self, layer: int, rows: int) -> None:
         state, own = self._of[layer]
-        state.listed(own, rows)
+        state.note_listed_rows(own, rows)
 
     # All layers.
 
@@ -256,8 +256,8 @@ class SplitState(StreamState):
     def length(self) -> int:
         return self._states[0].length()
 
-    def held(self) -> int:
-        return max(state.held() for state in self._states)
+    def held_columns(self) -> int:
+        return max(state.held_columns() for state in self._states)
 
     def nbytes(self) -> int:
         return sum(state.nbytes() for state in self._states)

@@ -48,7 +48,7 @@ class PrunedKVState(KVState):
         self.prompt = layout.length
         self._visual = [self.pruner.candidates(layout).numel()]
 
-    def cut(self, part: int, columns: Tensor | None, layout: TokenLayout) -> None:
+    def keep_columns(self, part: int, columns: Tensor | None, layout: TokenLayout) -> None:
         """Layers from ``starts[part]`` on hold `columns` of what the part before holds (None: all), which are `layout`."""
         if columns is not None:
             before = self.kept[part - 1] if part else None
@@ -177,8 +177,8 @@ class PrunedKVState(KVState):
     def length(self) -> int:
         return self._seen
 
-    def held(self) -> int:
-        return max(part.held() for part in self._parts)
+    def held_columns(self) -> int:
+        return max(part.held_columns() for part in self._parts)
 
     def reset(self) -> None:
         for part in self._parts:
@@ -197,7 +197,7 @@ class PrunedKVState(KVState):
     def counters(self) -> dict[str, float]:
         """Beside the usual ones: `held_mean` over the layers (`held` is the most of one), `visual`, the tokens of the
         prompt that may go, and those left from each cut's layer on."""
-        mean = sum(self._parts[part].held() for part in self._owner) / len(self._owner)
+        mean = sum(self._parts[part].held_columns() for part in self._owner) / len(self._owner)
         counters = {**super().counters(), "held_mean": mean, "visual": float(self._visual[0])}
         cuts = [stage.layer for stage in self.pruner.stages(len(self._owner))]
         for layer, count in zip(cuts, self._visual[1:], strict=False):

@@ -302,7 +302,7 @@ class ForwardPass(PrefillPass):
         if plan is None:
             return self._dense(view, query, key, value, scale)
         if isinstance(self.state, StreamState):
-            self.state.listed(layer, self._tails[0][1])
+            self.state.note_listed_rows(layer, self._tails[0][1])
         assert self.config.kernel is not None
         out, _ = attend_plan(plan, query, key, value, scale, self.config.kernel)
         for some, begin, end in self._tails:
@@ -384,7 +384,7 @@ class ForwardPass(PrefillPass):
         if plan is None:
             listed, names = dense.expand(-1, heads), ("dense",) * heads
         else:
-            listed = plan.listed_pairs()
+            listed = plan.count_listed_pairs()
             if self.config.choice is not None and self.config.choice.costs is not None:
                 expected = self._expected(layer, query.shape[2], view.key.shape[2], view.column)
                 told = *to_host(listed.mean()), expected
@@ -392,7 +392,7 @@ class ForwardPass(PrefillPass):
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
             if images is not None:
-                listed = listed + images.later(query, view.key).listed_pairs()
+                listed = listed + images.later(query, view.key).count_listed_pairs()
             names = self.config.recipe.sparse.at(layer).per_head(heads)
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = dense

@@ -178,8 +178,8 @@ class SharedState(KVState):
     def length(self) -> int:
         return sum(map(sum, self.pieces))
 
-    def held(self) -> int:
-        return self.memory.held()
+    def held_columns(self) -> int:
+        return self.memory.held_columns()
 
     def nbytes(self) -> int:
         return self.memory.nbytes()

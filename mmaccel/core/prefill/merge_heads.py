@@ -170,7 +170,7 @@ class TensorPacker:
     def flush(self) -> None:
         """Make all tensors."""
         fills = len(self._fills) // len(block_lists.FIELDS)
-        self._made = block_lists.assembled(self._sources, [*self._fills, *self._puts], fills, self._ends)
+        self._made = block_lists.copy_pieces(self._sources, [*self._fills, *self._puts], fills, self._ends)
 
     def tensor(self, of: Slice) -> Tensor:
         """The tensor of a slice, after `flush`."""

@@ -58,7 +58,7 @@ class HeadRun(NamedTuple):
 
 
 def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:
-    """`heads` in the fewest runs; `group` is how many query heads share a key/value head."""
+    """`heads` as few `HeadRun`s: adjacent groups with as many of them are one. `group`: query heads of a key head."""
     by_group: dict[int, list[int]] = {}
     for head in sorted(heads):
         by_group.setdefault(head // group, []).append(head)
@@ -89,7 +89,7 @@ class DenseHeads:
     window: int | None = None
 
     def mask(self) -> Tensor:
-        """[B, n_query, n_key] bool: the pairs of each of the heads."""
+        """[B, n_query, n_key] bool: the pairs that are computed, the same for every one of `heads`."""
         q, k = self.queries, self.keys
         seen = (k.position[:, None] <= q.position[:, :, None]) & k.valid[:, None] & q.valid[:, :, None]
         if self.window is not None:
@@ -217,7 +217,7 @@ class AttentionPlan:
         pictures, not for long inputs."""
         return self.count_mask() > 0
 
-    def listed_pairs(self) -> Tensor:
+    def count_listed_pairs(self) -> Tensor:
         """[B, H] float64: present query rows times present keys, summed over the listed blocks; no host read."""
         B, H = self.batch, self.heads
         device = self.parts[0].q_row.device

@@ -59,8 +59,8 @@ class AroundMemory(StreamState):
     def seen_only(self, layer: int, columns: Tensor) -> None:
         self.state.seen_only(layer, columns)
 
-    def listed(self, layer: int, rows: int) -> None:
-        self.state.listed(layer, rows)
+    def note_listed_rows(self, layer: int, rows: int) -> None:
+        self.state.note_listed_rows(layer, rows)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         self.state.append(layer, key, value)
@@ -85,8 +85,8 @@ class AroundMemory(StreamState):
     def length(self) -> int:
         return self.state.length()
 
-    def held(self) -> int:
-        return self.state.held()
+    def held_columns(self) -> int:
+        return self.state.held_columns()
 
     def units(self) -> int:
         return self.state.units()

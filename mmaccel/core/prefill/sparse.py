@@ -132,8 +132,9 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
     ) -> float:
-        """About how many key blocks the pattern lists for one head, before it has seen a query: what its estimates will
-        find they are taken to find at best. `layouts`, of queries and keys, may tell more; they are looked at once.
+        """About how many key blocks the pattern lists for one head and `n_query` rows over `n_key` keys, before it has seen
+        a query: what only queries can tell counts with its least value. `layouts`, of queries and keys, are read once and
+        may make it more exact. By this "auto" decides whether a prompt is worth a plan.
         """
         return self.max_blocks_total(n_query, n_key)
 

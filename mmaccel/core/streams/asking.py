@@ -21,7 +21,7 @@ from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, Speculation
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.memory.frames import FrameState
+from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Seen, StreamPass, StreamState
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.prefill.recalled import InTime, RecallPruning, tell_idle
@@ -91,7 +91,7 @@ def asked(
         assert isinstance(adapter, StreamAdapter)
         ids = torch.cat([adapter.head(), asking.ids])[None]
         choosing = adapter.choosing(ids, room, settings, adapter.attention.recipe.draft.active)
-    if info.timed and not isinstance(state, FrameState):
+    if info.timed and not isinstance(state, FrameMemory):
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
         times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
@@ -137,7 +137,7 @@ def asked(
     seen_as, evidence, shows = state, state.evidence, list(range(len(info.spans)))
     if inside is not None:
         state.between(*inside)
-    if isinstance(state, FrameState):
+    if isinstance(state, FrameMemory):
         running = adapter.running()
         state, evidence = _picked(live, state, info, check, meter, running)
         shows = list(evidence())
@@ -149,7 +149,7 @@ def asked(
     pruned = None
     numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
     timed = None
-    if inside is not None and not isinstance(seen_as, FrameState):
+    if inside is not None and not isinstance(seen_as, FrameMemory):
         state = timed = InTime(state, stream, *inside)
         evidence = _evidence_in(evidence, *inside)
     state = live.around(state, stream, seen, numbers)
@@ -184,7 +184,7 @@ def asked(
 
 def _picked(
     live: StreamRunner,
-    state: FrameState,
+    state: FrameMemory,
     info: StreamInfo,
     check: Callable[[], None],
     meter: Meter,

@@ -42,24 +42,24 @@ class Listening(Around):
         heard = self.states if kind in ("units", "question") else ()
         return {"input_hooks": {layer: partial(note, layer) for layer in heard}} if heard else {}
 
-    def kept(self, layer: int) -> Tensor:
+    def unit_states(self, layer: int) -> Tensor:
         """[n, E] what entered `layer`, of all tokens of units."""
         if len(self.states[layer]) > 1:
             self.states[layer] = [torch.cat(self.states[layer])]
         return self.states[layer][0] if self.states[layer] else torch.zeros(0, 1)
 
     def cut(self, tokens: int) -> None:
-        self.states = {layer: [self.kept(layer)[:tokens]] if tokens else [] for layer in self.states}
+        self.states = {layer: [self.unit_states(layer)[:tokens]] if tokens else [] for layer in self.states}
 
     def _score(self, unit: int, words: tuple[int, int] | None, tokens: Tensor) -> Tensor:
         """[1, n] what the pruner thinks of `tokens` [n] of units, by their states and those of the question's words."""
-        if any(len(self.kept(layer)) <= int(tokens[-1]) for layer in self.states):
+        if any(len(self.unit_states(layer)) <= int(tokens[-1]) for layer in self.states):
             raise ModelError(
                 f"prune {self._pruner.name!r} did not hear the frames that were read before; watch them under this recipe."
             )
         first, end = words or (0, None)
         asked = [self._asked[layer][first:end].to(tokens.device) for layer in self._stage.hidden]
-        shown = [self.kept(layer)[tokens.cpu()].to(tokens.device) for layer in self._stage.hidden]
+        shown = [self.unit_states(layer)[tokens.cpu()].to(tokens.device) for layer in self._stage.hidden]
         hidden = torch.stack([torch.cat(pair) for pair in zip(shown, asked, strict=True)])
         count, home = len(tokens), tokens.device
         is_video = torch.arange(hidden.shape[1], device=home) < count

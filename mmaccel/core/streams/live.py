@@ -95,7 +95,7 @@ class AsyncVideoSession:
 
     @classmethod
     async def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> AsyncVideoSession:
-        """See `VideoSession.resume`."""
+        """A session with the recipe and the stream that `save` wrote to `path`."""
         live = cls.__new__(cls)
         live.session = await threaded(lambda: VideoSession.resume(model, processor, path))
         return live
@@ -110,7 +110,7 @@ class AsyncVideoSession:
         timeout: float | None = None,
         reconnect: bool = False,
     ) -> int:
-        """See `VideoSession.watch`; `progress` is called in another thread."""
+        """Take in frames as `VideoSession.watch` does; gives their number. `progress` is called in another thread."""
         return await self._take_in("watch", video, times, fps, progress, timeout, reconnect)
 
     async def ingest(
@@ -121,7 +121,7 @@ class AsyncVideoSession:
         *,
         timeout: float | None = None,
     ) -> int:
-        """See `VideoSession.ingest`; `progress` is called in another thread."""
+        """Take in a stored video as `VideoSession.ingest` does; gives its frames. `progress` is called in another thread."""
         return await self._take_in("ingest", video, None, fps, progress, timeout)
 
     async def _take_in(
@@ -156,7 +156,7 @@ class AsyncVideoSession:
         return AsyncReply(ask, deadline)
 
     def on(self, question: str, call: Callable[[Change], object], **how: Any) -> Standing:
-        """See `VideoSession.on`; `call` is called in the loop, and awaited if it is a coroutine function."""
+        """Ask `question` while frames come, and `call` (async or not) in the loop when the answer changes."""
         loop = asyncio.get_running_loop()
 
         def tell(turn: Change) -> None:
@@ -168,11 +168,11 @@ class AsyncVideoSession:
         return self.session.on(question, tell, **how)
 
     async def save(self, path: str | Path) -> None:
-        """See `VideoSession.save`."""
+        """Write the stream into the folder `path` (safetensors and JSON), in the place of what was saved there."""
         await threaded(lambda: self.session.save(path))
 
     async def load(self, path: str | Path) -> None:
-        """See `VideoSession.load`."""
+        """Go on from what `save` wrote with the same model and kv; if that cannot be used, the session is as it was."""
         await threaded(lambda: self.session.load(path))
 
     async def close(self) -> None:
@@ -181,11 +181,11 @@ class AsyncVideoSession:
         await threaded(self.session.close)
 
     def cancel(self) -> None:
-        """See `VideoSession.cancel`."""
+        """Ask all running and waiting calls of `watch` and `ask` to end, from any thread; return at once."""
         self.session.cancel()
 
     def report(self) -> Report:
-        """See `VideoSession.report`."""
+        """The recipe in use, and figures of the last answer, as `VideoSession.report` has them."""
         return self.session.report()
 
     def counters(self) -> dict[str, float]:
@@ -193,7 +193,8 @@ class AsyncVideoSession:
         return self.session.counters()
 
     def clusters(self) -> dict[str, Tensor]:
-        """See `VideoSession.clusters`."""
+        """Clusters of a memory that has them: name of a level -> cluster [L or 1, N] of each entry at each layer. Entries
+        are equal parts of the steps of time that `shown` lists."""
         return self.session.clusters()
 
     @property
@@ -208,7 +209,7 @@ class AsyncVideoSession:
 
     @property
     def shown(self) -> list[float]:
-        """See `VideoSession.shown`."""
+        """The seconds at which each step of time, a frame or what the model takes as one, began."""
         return self.session.shown
 
     async def __aenter__(self) -> AsyncVideoSession:

@@ -69,19 +69,19 @@ class RunningStates(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """What `back` needs to come back to this moment."""
+        """The states as they are now, for `back` to return to."""
 
     @abstractmethod
     def back(self, mark: Any) -> None:
-        """Be as at the moment of `mark`."""
+        """Return to the states that `mark` gave."""
 
     @abstractmethod
     def crop(self, count: int) -> None:
-        """Forget the last `count` rows, of an answer."""
+        """Go back by the last `count` rows, which belong to an answer."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """All of it, by name."""
+        """All states by name, to be saved."""
 
     @abstractmethod
     def put(
@@ -143,13 +143,15 @@ class StreamInfo:
 
 
 class Around:
-    """Lays something round a memory while a question lasts; this one nothing."""
+    """Wraps the memory of a stream while a question lasts, for example to prune what it shows. This class wraps nothing:
+    subclasses do."""
 
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
     ) -> StreamState:
-        """`state`, or what stands in its place. The first `before` rows of the question are no words. `numbers` has for each
-        unit of the memory the number that models of the same pace give it, however either merges units or picks them."""
+        """`state`, or what wraps it, for one question on `stream`. The first `before` rows of the question are not its words
+        but units that wait, and the end of the video. `numbers`: for each unit of the memory its number in the stream as
+        shown, the same for every model of this pace, however their memories merge or choose units."""
         return state
 
     def run_options(self, kind: str) -> dict[str, Any]:
@@ -218,12 +220,12 @@ class CarefulDraftStream:
                 stream.idle()
 
     def mark(self) -> Any:
-        """What `back` needs."""
+        """The draft's stream as it is now, for `back` to return to; None where there is no draft any more."""
         with self.dropping() as stream:
             return None if stream is None else stream.mark()
 
     def back(self, mark: Any) -> None:
-        """As it was at `mark`."""
+        """Return the draft's stream to where it was when `mark` was made."""
         with self.dropping() as stream:
             if stream is not None:
                 stream.back(mark)
@@ -294,7 +296,7 @@ class Turns:
             while not one.ended:
                 if shares and self.answers > 1 and one.target.adapter.shares:  # type: ignore[attr-defined]
                     one.target.together = AnswersTogether(self)
-                    with self.away():
+                    with self.released():
                         self.batch.run([one])
                 else:
                     one.advance()
@@ -307,7 +309,7 @@ class Turns:
         return Batch(holding=self.holding)
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def released(self) -> Iterator[None]:
         """Within, the holder leaves the lock to others; then it is the next to wait for it."""
         with self._lock:
             assert self._holder == threading.get_ident()

@@ -13,7 +13,7 @@ import torch
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.memory.frames import FrameState
+from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
@@ -65,9 +65,8 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
     }
     if info.pending is not None:
         tensors["pending"] = info.pending
-    states = (
-        {n: live.around.kept(n) for n in live.around.states} if isinstance(live.around, Listening) else {}
-    )
+    around = live.around
+    states = {n: around.unit_states(n) for n in around.states} if isinstance(around, Listening) else {}
     # A memory of frames has no states between questions.
     heard = {n: kept for n, kept in states.items() if len(kept) == len(info.spans) * info.unit > 0}
     tensors |= {f"heard {layer}": kept for layer, kept in heard.items()}
@@ -123,7 +122,7 @@ def read_stream(
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
             live.stream.places.told(0, live.info.shown(0))
         load_stream(live.state, data / MEMORY)
-        if live.running is not None and not isinstance(live.state, FrameState):
+        if live.running is not None and not isinstance(live.state, FrameMemory):
             live.running.put(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
         if (units := live.state.units()) != facts["units"]:
             raise damaged(data, f"the memory holds {units} units of {facts['units']}")

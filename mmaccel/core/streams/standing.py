@@ -53,7 +53,8 @@ class Standing:
         self._thread.start()
 
     def came(self) -> None:
-        """Frames have come."""
+        """Tell the question's thread that the session has new frames: it asks again if `every` seconds of the stream have
+        passed. Returns at once."""
         self._came.set()
 
     def cancel(self) -> None:

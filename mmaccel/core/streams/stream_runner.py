@@ -15,7 +15,7 @@ from torch import Tensor
 from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.memory.frames import FrameState
+from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.attention import MIN_ROWS
@@ -80,7 +80,7 @@ class StreamRunner:
         )
         live._warned = live._full = quiet
         try:
-            if not isinstance(live.state, FrameState):
+            if not isinstance(live.state, FrameMemory):
                 live.run_head(live.state)
         except BaseException:
             live.state.close()
@@ -103,7 +103,7 @@ class StreamRunner:
         step = self.bulk if ingest else self._step
         if ingest:
             self.state.begin_ingest()
-        elif not (isinstance(self.state, FrameState) or self.adapter.attention.recipe.sparse.dense):
+        elif not (isinstance(self.state, FrameMemory) or self.adapter.attention.recipe.sparse.dense):
             self.adapter.attention.meter.note(WATCHED)
         info, pace = self.info, self.adapter.pace
         before = len(info.times)
@@ -167,7 +167,7 @@ class StreamRunner:
         """Whole units into the memory."""
         info, state, pace = self.info, self.state, self.adapter.pace
         start = sum(info.spans[-1]) if info.spans else 0
-        if isinstance(state, FrameState):
+        if isinstance(state, FrameMemory):
             state.keep(frames)
             info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
             return
@@ -230,7 +230,7 @@ class StreamRunner:
     # Going back.
 
     def mark(self) -> Any:
-        """What `back` needs."""
+        """The stream as it is now (memory, times, recurrent states, the draft's stream), for `back` to return to."""
         info = self.info
         lengths, states = (len(info.spans), len(info.times)), self.running and self.running.mark()
         return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states

@@ -86,8 +86,16 @@ class Remote(WireEnd):
         stream: DraftStream | None = None,
         lasts: bool = False,
     ) -> None:
-        """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns. With
-        `stream`, the question that this was asked is run in its place. `lasts`: a turn may follow."""
+        """Send the prompt to the second process; returns before it has been run there.
+
+        inputs   the prompt as arguments of a model: ids, pixels, grids
+        warp     how logits become probabilities when tokens are sampled; None: greedy
+        pruned   the prompt is run only when `keep` has said with which columns
+        compact  whether columns that stay are numbered anew, without the gaps of those left out
+        seed     of the draft's random numbers
+        stream   the draft's own stream; the question that it was asked last is run in the place of `inputs`
+        lasts    whether the sequence is kept for a later turn of the conversation
+        """
         for message in self._worker.drain():
             self._hand_on(message)
         over = _OVER.get(self._worker, ())

@@ -216,4 +216,4 @@ class _Sparse(DraftState, Probe):
         return Proposal(torch.cat(ids))
 
     def counters(self) -> dict[str, float]:
-        return {"draft_steps": float(self._steps), "draft_held": float(self._memory.held())}
+        return {"draft_steps": float(self._steps), "draft_held": float(self._memory.held_columns())}

@@ -333,7 +333,7 @@ class Index(ABC):
         """Forget everything."""
 
     def owners(self) -> dict[str, Tensor]:
-        """See `StreamState.clusters`."""
+        """Name of a level -> the cluster [L or 1, N] of each unit at each layer; empty where units are in none."""
         return {}
 
     def nbytes(self) -> int:

@@ -1,5 +1,6 @@
 """The memory whose older units lie on the host: what passes of the stream and questions retrieve of them, and summary tokens
-for the rest. On CUDA, what a question chooses is captured at its second occurrence and replayed.
+for the rest. On CUDA, the choice is captured as a graph when a question of the same kind comes for the second time, and
+replayed from then on.
 
 Letters: L layers, H query heads, G key/value heads, D head size, E hidden size, P tokens a unit, C places for clusters.
 """

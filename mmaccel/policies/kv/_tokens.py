@@ -120,7 +120,7 @@ class TokenMemory(StreamMemory):
         )
 
     def _most(self) -> int:
-        return -(-(self.held() - self._headed) // self.stream.unit)
+        return -(-(self.held_columns() - self._headed) // self.stream.unit)
 
     def fit(self, first: int, count: int) -> int:
         return min(count, self.clip - first % self.clip)
@@ -212,7 +212,7 @@ class TokenMemory(StreamMemory):
 
     # The stream as a whole.
 
-    def held(self) -> int:
+    def held_columns(self) -> int:
         most = max((one.column.shape[0] for one in self._held if one is not None), default=0)
         return self._headed + most
 
@@ -250,7 +250,7 @@ class TokenMemory(StreamMemory):
 
     def counters(self) -> dict[str, float]:
         # In units' worth of tokens: few units are still whole.
-        resident = (self.held() - self._headed) / self.stream.unit
+        resident = (self.held_columns() - self._headed) / self.stream.unit
         return {**super().counters(), "resident": resident, "pruned": self._facts["pruned"]}
 
     def _save(self, folder: Path) -> None:

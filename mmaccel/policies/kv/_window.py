@@ -333,7 +333,7 @@ class Rows:
                 bias[: len(row.slot.bias)] += row.slot.bias
             self._rows[layer] = row._replace(slot=replace(row.slot, bias=bias))
 
-    def listed(self, rows: int) -> None:
+    def note_listed_rows(self, rows: int) -> None:
         """What its first `rows` rows saw a pattern listed: of them it is not known what they got of what."""
         self._listed = max(self._listed, rows)
 

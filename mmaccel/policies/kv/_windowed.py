@@ -298,7 +298,7 @@ class StreamMemory(IngestState):
 
     # The stream as a whole.
 
-    def held(self) -> int:
+    def held_columns(self) -> int:
         asked = max((one.base for one in self._asked.values()), default=0)
         return self._headed + (self._count - self._first) * self.stream.unit + asked
 
@@ -335,8 +335,8 @@ class StreamMemory(IngestState):
     def seen_only(self, layer: int, columns: Tensor) -> None:
         self._rows.seen_only(layer, columns)
 
-    def listed(self, layer: int, rows: int) -> None:
-        self._rows.listed(rows)
+    def note_listed_rows(self, layer: int, rows: int) -> None:
+        self._rows.note_listed_rows(rows)
 
     def _looked(self) -> dict[int, Look]:
         """What each layer of the question looked at."""

@@ -166,7 +166,7 @@ class FullState(LayeredState):
         self._counts = [held + count for held in self._counts]
         self._last = count
 
-    def held(self) -> int:
+    def held_columns(self) -> int:
         return max(self._counts)
 
     def reset(self) -> None:
@@ -285,7 +285,7 @@ class WholeStream(PassState):
 
 
 class FullStream(WholeStream):
-    """A stream in the buffers of a `FullState`, turned."""
+    """A stream whose keys and values all stay, in the buffers of a `FullState`; keys are kept after RoPE."""
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
         super().__init__(stream, geometry, model, device)
@@ -310,8 +310,8 @@ class FullStream(WholeStream):
     def _keep_path(self, start: int, path: Tensor) -> None:
         self._state.accept(path)
 
-    def held(self) -> int:
-        return self._state.held()
+    def held_columns(self) -> int:
+        return self._state.held_columns()
 
     def nbytes(self) -> int:
         return self._state.nbytes()

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, check_least
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.memory.frames import FrameState
+from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import Full
@@ -60,7 +60,7 @@ class NoCache(StreamPolicy):
         return _Frames(self, stream, geometry, model, device)
 
 
-class _Frames(FrameState):
+class _Frames(FrameMemory):
     """Units [pace, 3, H, W] whose number is a multiple of `stride`, by number."""
 
     def __init__(
@@ -128,7 +128,7 @@ class _Frames(FrameState):
     def length(self) -> int:
         return 0
 
-    def held(self) -> int:
+    def held_columns(self) -> int:
         return 0
 
     def truncate(self, length: int) -> None:

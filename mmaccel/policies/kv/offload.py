@@ -103,7 +103,7 @@ class OffloadStream(WholeStream):
         self._heads = [(found[f"head.{n}.key"], found[f"head.{n}.value"]) for n in layers]
         self.store.load(folder / "store", self._count)
 
-    def held(self) -> int:
+    def held_columns(self) -> int:
         turn = max((pair[0].shape[2] for pair in self._turns if pair is not None), default=0)
         return self._headed + turn
 

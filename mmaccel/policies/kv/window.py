@@ -91,7 +91,7 @@ class WindowState(LayeredState):
             return KVView(held.key, held.value, column)
         return KVView(held.key, held.value, column, self._sinks, self._window)
 
-    def held(self) -> int:
+    def held_columns(self) -> int:
         return max(0 if held is None else held.key.shape[2] for held in self._held)
 
     def reset(self) -> None:

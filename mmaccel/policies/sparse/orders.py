@@ -149,9 +149,10 @@ class Region:
         return once(self.layer.memo, (name, self.kinds), make)
 
     def last(self, count: int, pooled: bool = False) -> LastQueries:
-        """Attention of the last `count` queries to the keys: softmax weights over all keys that these queries see.
+        """The last `count` queries of this region, from which their softmax weights over its keys are computed on demand.
 
-        `pooled`: the mean over the query heads that share a key head, for each of them.
+        The softmax runs over all keys that a query sees, also those outside the region. `pooled`: every query head gets the
+        mean of the weights of the query heads that share its key head.
         """
         layer, (query_kind, key_kind) = self.layer, self.kinds
         sample = self.once(("sample", count), lambda: self._sample(count))

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.lines import line_keys, slash_runs, strongest
+from mmaccel.backends.ops.lines import slash_runs, split_line_keys, strongest
 from mmaccel.core.errors import check_choice, check_least
 from mmaccel.core.prefill.plan import FAR, BlockLists, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
@@ -59,8 +59,10 @@ class VerticalSlash(IntraPattern):
         sample = region.last(self.last_q, self.estimate == "group")
         columns, diagonals = self._strongest(*sample.lines(), sample.at)
         keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
-        left, kind, kept, k_row, k_pos = line_keys(keys.row, columns, diagonals, region.width, self.block)
-        runs = region.once(("query runs", heads), lambda: QueryRuns.of(region, heads))
+        left, kind, kept, k_row, k_pos = split_line_keys(
+            keys.row, columns, diagonals, region.width, self.block
+        )
+        runs = region.once(("query runs", heads), lambda: QueryBlockRuns.of(region, heads))
         # A query block lists every key block that a kept diagonal touches in its rows: diagonal d pairs a query of rank i
         # with the key of rank i - d. The ranks say nothing of the rows: those of columns are left out.
         lists = BlockLists(*slash_runs(kept, [*runs], self.block), kind)
@@ -94,7 +96,7 @@ class VerticalSlash(IntraPattern):
         return strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
 
 
-class QueryRuns(NamedTuple):
+class QueryBlockRuns(NamedTuple):
     """The blocks of queries by the runs of ranks in them, which tell what a diagonal touches: from the layouts alone.
 
     What a block of ranks that follow each other touches, told in blocks before its first, is the same for all that begin
@@ -117,7 +119,7 @@ class QueryRuns(NamedTuple):
     sure: Tensor
 
     @classmethod
-    def of(cls, region: Region, heads: int) -> QueryRuns:
+    def of(cls, region: Region, heads: int) -> QueryBlockRuns:
         """Runs of the queries of `region`, for lists of `heads` heads."""
         block = region.layer.block
         most_shapes, most_gaps, most_pieces = _run_bounds(region)
@@ -180,7 +182,7 @@ def _run_bounds(region: Region) -> tuple[int, int, int]:
 
 
 def _broken(at: Tensor, jump: Tensor, gaps: int, pieces: int) -> tuple[Tensor, Tensor]:
-    """`broken` and `runs` of `QueryRuns`, of at most `gaps` blocks of a sequence in at most `pieces` runs each.
+    """`broken` and `runs` of `QueryBlockRuns`, of at most `gaps` blocks of a sequence in at most `pieces` runs each.
 
     at [B, M, block] the ranks of all blocks, jump [B, M, block - 1] whether the next is further than one.
     """

@@ -149,11 +149,11 @@ class Machine(RuleBasedStateMachine):
     def figures(self) -> None:
         state = self.state
         assert state.length() == self.length
-        assert state.counters()["held"] == state.held() <= max(self.length, 0)
+        assert state.counters()["held"] == state.held_columns() <= max(self.length, 0)
         self.bound()
 
     def bound(self) -> None:
-        assert self.state.held() == self.length
+        assert self.state.held_columns() == self.length
 
 
 class FullMachine(Machine):
@@ -167,7 +167,7 @@ class WindowMachine(Machine):
     def bound(self) -> None:
         # A question may grow beyond it; it is dropped as a whole.
         if self.apply_rope is None:
-            assert self.state.held() <= self.sinks + self.window + self.margin + max(self.runs)
+            assert self.state.held_columns() <= self.sinks + self.window + self.margin + max(self.runs)
 
 
 class BareWindowMachine(WindowMachine):

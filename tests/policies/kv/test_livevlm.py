@@ -114,7 +114,7 @@ def test_what_stays_after_clips(bucket: int, scatter: float) -> None:
             assert torch.equal(held.value[0, :, i], raw(layer, unit)[2][0, :, cell])
     assert state.counters()["pruned"] == cuts and cuts > 0
     assert state.units() == 2 * CLIP + 5 and state.length() == HEAD + (2 * CLIP + 5) * TOKENS
-    assert state.held() == HEAD + (4 + 2 + 5) * TOKENS and state.counters()["resident"] == 4 + 2 + 5
+    assert state.held_columns() == HEAD + (4 + 2 + 5) * TOKENS and state.counters()["resident"] == 4 + 2 + 5
 
 
 @pytest.mark.parametrize("axes", [1, 3])
@@ -247,7 +247,7 @@ def test_questions_and_broken_passes_leave_the_stream_as_it_was() -> None:
     ours, theirs = state.counters(), plain.counters()
     assert {**ours, "pages": 0.0, "questions": 0.0} == theirs
     state.reset()
-    assert state.length() == state.held() == state.units() == 0 and state.counters()["pruned"] == 0
+    assert state.length() == state.held_columns() == state.units() == 0 and state.counters()["pruned"] == 0
 
 
 def test_a_saved_memory_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:

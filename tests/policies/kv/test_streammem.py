@@ -86,10 +86,10 @@ def test_what_stays_after_clips(frames: int, prototypes: bool) -> None:
             )
     counted = state.counters()
     if frames == 40:
-        assert counted["pruned"] == counted["prototypes"] == 0 and state.held() == state.length()
+        assert counted["pruned"] == counted["prototypes"] == 0 and state.held_columns() == state.length()
     else:
         assert counted["pruned"] > 0 and (counted["prototypes"] > 0) == prototypes
-        assert state.held() == HEAD + (frames + 3) * TOKENS
+        assert state.held_columns() == HEAD + (frames + 3) * TOKENS
     assert state.units() == 27 and state.length() == HEAD + 27 * TOKENS
 
 
@@ -105,10 +105,10 @@ def test_where_passes_end_changes_nothing() -> None:
 
 def test_a_proxy_leaves_no_trace_of_its_own() -> None:
     state = watched(opened(SMALL), 5)
-    before = state.length(), state.held(), [one.key.clone() for one in state._held if one is not None]
+    before = state.length(), state.held_columns(), [one.key.clone() for one in state._held if one is not None]
     views = run(state, StreamPass(kind="proxy", rows=2), lambda layer: words(layer, 2, 0))
     assert all(view.key.shape[2] == HEAD + 5 * TOKENS + 2 for view in views)
-    assert (state.length(), state.held()) == before[:2]
+    assert (state.length(), state.held_columns()) == before[:2]
     assert all(torch.equal(a, b.key) for a, b in zip(before[2], state._held, strict=True) if b is not None)
 
 
@@ -182,7 +182,7 @@ def test_what_was_broken_off_is_taken_back_and_what_was_saved_goes_on(tmp_path: 
         assert all(torch.equal(a, b) for a, b in zip(bits(memory), bits(plain), strict=True))
         assert memory.counters() == plain.counters()
     state.reset()
-    assert state.length() == state.held() == state.units() == 0 and state.counters()["pruned"] == 0
+    assert state.length() == state.held_columns() == state.units() == 0 and state.counters()["pruned"] == 0
 
 
 @pytest.mark.parametrize(("field", "value"), [("frames", 0), ("similar", 2.0), ("positions", "x")])

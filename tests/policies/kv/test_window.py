@@ -29,10 +29,10 @@ def test_all_is_seen_and_unlimited_as_long_as_it_fits() -> None:
 def test_a_long_prompt_is_let_go_at_the_next_run() -> None:
     state = open_state(Window(sinks=4, window=16, margin=8), layers=1)
     feed(state, 0, 1000)
-    assert state.held() == 1000
+    assert state.held_columns() == 1000
     full = state.nbytes()
     feed(state, 1000, 1)
-    assert state.held() == 4 + 16 + 8 + 1
+    assert state.held_columns() == 4 + 16 + 8 + 1
     assert state.nbytes() == full * 29 // 1000
     view = state.view(0, ROW)
     assert view.column is not None and view.column.tolist() == [0, 1, 2, 3, *range(976, 1001)]
@@ -52,7 +52,7 @@ def test_a_question_longer_than_the_window_leaves_no_trace() -> None:
         sequence = [*range(40), *range(100, 150)]
         feed(state, 150, 1)
         assert seen(state.view(0, ROW), 0, 1, 91) == [visible([*sequence, 150], 1, 1, 4)]
-    assert state.length() == 40 and state.held() <= 1 + 4 + 2 + 1
+    assert state.length() == 40 and state.held_columns() <= 1 + 4 + 2 + 1
     feed(state, 40, 1)
     assert seen(state.view(0, ROW), 0, 1, 41) == [visible(list(range(41)), 1, 1, 4)]
 

@@ -95,7 +95,7 @@ def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyP
     with NoReads():
         plan = pattern.plan(other, key, queries, layout)
         if plan is not None:
-            plan.listed_pairs()
+            plan.count_listed_pairs()
             launches(plan)
     assert (plan is None) == (first is None)
 
@@ -110,7 +110,7 @@ def test_heads_that_lie_apart_are_put_together_without_reads() -> None:
     def whole() -> None:
         plan = merge_plans([((0, 2), one), ((1,), two), ((3,), None)], heads, 2, layout, layout)
         assert plan is not None and plan.dense is not None
-        plan.listed_pairs()
+        plan.count_listed_pairs()
 
     whole()
     with NoReads():

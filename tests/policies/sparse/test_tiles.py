@@ -51,5 +51,5 @@ def test_tiles_of_wide_windows_list_fewer_blocks_than_reading_order() -> None:
         span = span_from_table(rows, rows, place, place, 0, 1, touched[None, None], 16, 16)
         plan = AttentionPlan((Part(rows, (span,)),), 16, 16, 1, 1, len(cell), len(cell))
         assert (plan.to_mask()[0, 0] >= element).all()
-        shares[name] = float(plan.listed_pairs()[0, 0]) / len(cell) ** 2
+        shares[name] = float(plan.count_listed_pairs()[0, 0]) / len(cell) ** 2
     assert shares["tiles"] < 0.6 * shares["reading"]

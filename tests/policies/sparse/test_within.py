@@ -50,8 +50,8 @@ def check(plan: AttentionPlan, sinks: int, window: int) -> AttentionPlan:
     narrow = plan.within(sinks, window)
     assert torch.equal(narrow.to_mask(), plan.to_mask() & window_mask(plan, sinks, window))
     assert plan.overlap or int(narrow.count_mask().max()) <= 1
-    listed = narrow.listed_pairs()
-    assert (listed >= narrow.to_mask().sum((2, 3))).all() and (listed <= plan.listed_pairs()).all()
+    listed = narrow.count_listed_pairs()
+    assert (listed >= narrow.to_mask().sum((2, 3))).all() and (listed <= plan.count_listed_pairs()).all()
     if narrow.dense is None:
         assert torch.equal(listed, listed_by_hand(narrow))
     return narrow
@@ -96,7 +96,7 @@ def test_blocks_that_a_window_leaves_out_are_not_listed(name: str, shown: tuple[
         for span in part.spans:
             ends_show_something(narrow, part, span, window_mask(plan, sinks, window))
     if window < 16:
-        assert (narrow.listed_pairs() < plan.listed_pairs()).all()
+        assert (narrow.count_listed_pairs() < plan.count_listed_pairs()).all()
     assert narrow is plan.within(sinks, window)
     assert torch.equal(
         narrow.first(37).to_mask(), narrow.to_mask() * (torch.arange(plan.n_query) < 37)[:, None]

@@ -203,7 +203,8 @@ def shape_of(query, key, row):
 
 
 def row_totals(query, key, row, at, width):
-    """See `ops.lines.row_totals`; keys are cut into up to `SPLITS` pieces, whose log-sum-exps a second kernel joins."""
+    """[B, H, L]: the log-sum-exp of the scores of each query; keys are cut into up to `SPLITS` pieces, whose log-sum-exps a
+    second kernel joins."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     piece = max(LEAST_PIECE, -(-width // SPLITS))
@@ -224,7 +225,8 @@ def row_totals(query, key, row, at, width):
 
 
 def line_sums(query, key, row, at, total, width, pooled):
-    """See `ops.lines.line_sums`; a program sums `LINES` columns and as many diagonals."""
+    """Weights of columns and of diagonals, [B, h, n] each (`ops.lines.line_sums`); a program sums `LINES` columns and as
+    many diagonals."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     if total is None:
@@ -347,7 +349,12 @@ def phases_kernel(
     given, lines, own, members, stride, line, shift, heads, room, C, L,
     SCORE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """line and shift [B, h]: the class of the heaviest columns, and the phase of the heaviest slashes."""
+    """line [B, h]: the class of columns with the highest score. shift [B, h]: the phase of slashes with the highest score; a
+    phase is the class of the query less the class of the key, modulo the stride.
+
+    given [B * h, L, C] what each of L queries pays the keys of a class; lines [B * h, 3, C] the sum, the largest value and
+    the number of the columns of a class; own [B, L] the class of each query; stride [B].
+    """
     head = tl.program_id(0)
     b = head // heads
     c = tl.arange(0, BLOCK_C)
@@ -387,7 +394,8 @@ def phases_kernel(
 
 
 def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows):
-    """See `ops.lines.class_phases`: one kernel sums the classes of a head, one compares them."""
+    """The class of columns and the phase of slashes with the highest score (`ops.lines.class_phases`): one kernel sums the
+    classes of a head, one compares them."""
     order, start, own, members, stride = pairing
     B, H, L, D = query.shape
     C = start.shape[1] - 1
@@ -450,7 +458,8 @@ def strides_kernel(
 
 
 def stride_scores(value, at, low, high, score):
-    """See `ops.lines.stride_scores`: one kernel, a program for each stride of each head."""
+    """[B, H, strides]: what the heaviest class of lines of each stride weighs (`ops.lines.stride_scores`): one kernel, a
+    program for each stride of each head."""
     kinds, B, H, width = value.shape
     out = torch.empty(B, H, high - low + 1, dtype=torch.float32, device=value.device)
     strides_kernel[(high - low + 1, B * H)](

@@ -251,8 +251,9 @@ def launch(
     joint: int = 0,
     **shape: Any,
 ) -> Tensor | None:
-    """Attention by `hopper_kernel`, or by `joint_kernel` in tiles of `joint` query blocks. Gives how many key blocks have no
-    home, None where there is room for all: if there are any, the kernel computes nothing.
+    """Attention by `hopper_kernel`, or by `joint_kernel` in tiles of `joint` query blocks. A key block's home is where the
+    tensor copy engine reads it: in the cache itself where its rows are adjacent, else in a copy. Gives how many key blocks
+    found no place for their copy, or None where all copies have room: if any did not, the kernel computes nothing.
 
     grid: list rows, or items of work, and tiles of each; tensors: query, key and value; given: the outputs, what
     `split_outputs` gives, and the queries' rows with their strides, as `kernel.attend_kernel` takes them; sizes: the strides

@@ -443,9 +443,10 @@ def places_on(device: torch.device) -> int:
 
 
 def split_outputs(work: Work | None, rows: int, size: int, like: Tensor) -> tuple[Tensor, ...]:
-    """What kernels take of split rows: room for the outputs of their pieces, of `rows` rows of `size` numbers each, and for
-    their log-sum-exps; then the tables of `work`. Where nothing is split it is all there and never read; `like` is a tensor
-    of the device."""
+    """What kernels take for list rows that are split into pieces: empty outputs of the pieces [slots * rows, size] and their
+    log-sum-exps [slots * rows], float32, a slot for each piece; then the four tables of `work`. `rows` is how many rows a
+    piece has, `size` their width. `work` None: nothing is split, and kernels read none of these. `like`: a tensor of the
+    device."""
     slots = 0 if work is None else work.slots * rows
     part = (like.new_empty(*of, dtype=torch.float32) for of in ((slots, size), (slots,)))
     return *part, *([like] * 4 if work is None else (work.item, work.pieces, work.slot, work.told))

@@ -70,7 +70,8 @@ def _asked(columns, diagonals, last, n, vertical, slash, H):
 def digits_kernel(
     columns, diagonals, last, counts, n, vertical, slash, piece, H, DIGIT: tl.constexpr, TILE: tl.constexpr
 ):
-    """counts [heads, 3, BINS]: how many lines of a piece have each value of a digit, of those with the digits before it."""
+    """counts [2 * heads, 3, BINS], columns of all heads before diagonals: adds how many lines of a piece have each value of
+    the digit number DIGIT, of those whose earlier digits are the threshold's."""
     head, scores, first, limit, wanted = _asked(columns, diagonals, last, n, vertical, slash, H)
     begin = tl.program_id(0) * piece
     if (wanted > 0) & (begin <= limit):
@@ -91,7 +92,8 @@ def digits_kernel(
 
 @triton.jit(do_not_specialize=["n", "vertical", "slash", "piece", "H"])
 def tally_kernel(columns, diagonals, last, counts, tally, n, vertical, slash, piece, H, TILE: tl.constexpr):
-    """tally [heads, 2, pieces]: how many lines of a piece are above the weakest that is chosen, and how many equal it."""
+    """tally [2 * heads, 2, pieces], columns of all heads before diagonals: how many lines of a piece are above the weakest
+    that is chosen, and how many equal it."""
     head, scores, first, limit, wanted = _asked(columns, diagonals, last, n, vertical, slash, H)
     begin = tl.program_id(0) * piece
     above, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -148,7 +150,8 @@ def chosen_kernel(
 
 
 def strongest(columns, diagonals, last, vertical, slash):
-    """See `ops.lines.strongest`: a kernel for each digit of a score, one that counts, one that writes."""
+    """The columns and diagonals of the greatest scores, ascending (`ops.lines.strongest`): a kernel for each digit of a
+    score, one that counts, one that writes."""
     B, H, n = columns.shape
     vertical, slash = min(vertical, n), min(slash, n)
     columns, diagonals, last = columns.contiguous(), diagonals.contiguous(), last.contiguous()
@@ -297,8 +300,9 @@ def gaps_kernel(
     tl.store(to + 4, tl.zeros([], tl.int64))
 
 
-def line_keys(row, columns, diagonals, width, block):
-    """See `ops.lines.line_keys`: one kernel marks, one takes what is marked away."""
+def split_line_keys(row, columns, diagonals, width, block):
+    """The keys split into chosen columns and the rest (`ops.lines.split_line_keys`): one kernel marks columns, one removes
+    them."""
     (B, H, K), S, N = columns.shape, diagonals.shape[2], row.shape[1]
     P = max(K + -K % block, block)
     columns, diagonals = (t if t.stride(2) == 1 else t.contiguous() for t in (columns, diagonals))
@@ -317,7 +321,8 @@ def line_keys(row, columns, diagonals, width, block):
 
 
 def slash_runs(kept, queries, block):
-    """See `ops.lines.slash_runs`: the steps of each shape, the lists they make, and those of blocks that jump."""
+    """The key blocks that diagonals touch (`ops.lines.slash_runs`): the steps of each shape, the lists they make, and those
+    of blocks that jump."""
     shape, member, home, reach, broken, runs, sure = queries
     B, H, N = kept.shape
     C, M, G, blocks = shape.shape[1], member.shape[1], broken.shape[1], N // block
@@ -405,7 +410,8 @@ def turned_kernel(
 
 
 def turned_classes(order, phases, room, wide, columns, rows):
-    """See `ops.lines.turned_classes`: one kernel, of which a program places `TURNED` rows of a head."""
+    """The order (class, position) of queries and keys of each head (`ops.lines.turned_classes`): one kernel, of which a
+    program places `TURNED` rows of a head."""
     (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     _, B, P = queries.shape
     N, H = keys.shape[2], line.shape[1]

@@ -204,7 +204,8 @@ def area_kernel(
 
 
 def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
-    """See `ops.block_lists.reach`: what blocks span, then how far each reaches, three kernels."""
+    """The run of key blocks that each block of queries reaches (`ops.block_lists.reach`): what blocks span, then how far
+    each reaches, three kernels."""
     q_row, k_row, q_place, k_place = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_place, k_place)
     )
@@ -232,7 +233,8 @@ def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
 
 
 def listed_area(row, index, q_row, k_row, block_q, block_k):
-    """See `ops.block_lists.listed_area`; sums of whole numbers, the same in any order."""
+    """[b, h]: how many pairs the listed blocks hold (`ops.block_lists.listed_area`); sums of whole numbers, the same in any
+    order."""
     row = row if row.stride()[2:] == (5, 1) else row.contiguous()
     q_row, k_row = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row))
     b, h = broad(row, q_row, k_row)
@@ -256,7 +258,7 @@ def _step(leads: tuple[int, int]) -> tuple[int, int]:
 
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "M", "pairs"])
-def paired_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
+def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
     """Some pairs of lists of one head: the kernel of `paired`."""
     h, b = tl.program_id(1), tl.program_id(2)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -297,7 +299,7 @@ def paired(row: Tensor) -> Tensor:
     b, h, M, _ = row.shape
     pairs = -(-M // 2)
     out = row.new_empty(b, h, pairs, 5)
-    paired_kernel[(triton.cdiv(pairs, 256), h, b)](row, *lead(row), out, M, pairs, TILE=256)
+    merge_pairs_kernel[(triton.cdiv(pairs, 256), h, b)](row, *lead(row), out, M, pairs, TILE=256)
     return out
 
 
@@ -373,8 +375,9 @@ def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
         tl.store(small + to, value.to(tl.int8), mask=inside)
 
 
-def assembled(sources, table, fills, sizes):
-    """See `ops.block_lists.assembled`; the table is sent to the device, and nothing waits for it."""
+def copy_pieces(sources, table, fills, sizes):
+    """Tensors put together of pieces of `sources` (`ops.block_lists.copy_pieces`); the table is sent to the device, and
+    nothing waits for it."""
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]
     told, width = array("q", table), len(FIELDS)

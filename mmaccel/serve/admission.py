@@ -4,25 +4,46 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve.settings import Limits, Refused
 
-TIMED = 16
-"""Calls whose fastest one says what a frame costs: others may have waited for their turn."""
+TIMED = 64
+"""Calls, of which the last of a recipe say what a frame costs, and the last of a stream how fast its frames come."""
+SPAN_S = 10.0
+"""Seconds from which on calls say how fast frames come."""
+
+Point = tuple[int, int]
+"""Frames that a stream has taken in, and bytes that it held then."""
 
 
 @dataclass(eq=False)
 class Promise:
-    """What a stream under `recipe` is promised: `fps` frames a second are taken in, for `seconds`. It holds `held` bytes."""
+    """What a stream under `recipe` is promised: `fps` frames a second are taken in, for `seconds`. `first` and `last` are
+    its frames and bytes when it was first and last looked at."""
 
     recipe: str
     fps: float
     seconds: float
-    held: int = 0
+    first: Point | None = None
+    last: Point = (0, 0)
+    calls: deque[tuple[float, int]] = field(default_factory=partial(deque, maxlen=TIMED))
+
+    @property
+    def rate(self) -> float:
+        """Frames a second that it takes: those that were promised, or that came, whichever are more."""
+        if not self.calls or (span := monotonic() - self.calls[0][0]) < SPAN_S:
+            return self.fps
+        return max(self.fps, (self.calls[-1][1] - self.calls[0][1]) / span)
+
+    def grown(self) -> float:
+        """Bytes a frame, from the first look on: stores grow by slabs of many frames."""
+        first, last = self.first or self.last, self.last
+        return max(0, last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
 
 
 class Admission:
@@ -32,28 +53,35 @@ class Admission:
     def __init__(self, recipes: Mapping[str, Recipe], limits: Limits) -> None:
         self._recipes, self._limits = recipes, limits
         self._promises = list[Promise]()
-        self._seconds: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=TIMED))
-        self._grown = dict[str, tuple[int, int, float]]()
+        self._costs: defaultdict[str, deque[tuple[float, int]]] = defaultdict(partial(deque, maxlen=TIMED))
+        self._longest = dict[str, Promise]()
 
-    def took(self, promise: Promise, seconds: float, before: tuple[int, int], now: tuple[int, int]) -> None:
-        """A call took `seconds`; frames that the stream had taken in, and bytes that it held, before it and `now`."""
-        promise.held, new = now[1], now[0] - before[0]
-        if new > 0:
-            self._seconds[promise.recipe].append(seconds / new)
-            self._grown[promise.recipe] = *now, max(0, now[1] - before[1]) / new
+    def took(self, promise: Promise, seconds: float, before: Point, now: Point, live: bool = True) -> None:
+        """A call took `seconds`, without those in which it waited for its turn; what the stream had before it and has `now`.
+        Frames that are not `live` say nothing of what those that are cost."""
+        new, promise.last = now[0] - before[0], now
+        promise.first = promise.first or (before if before[0] else now)
+        promise.calls.append((monotonic(), now[0]))
+        if new > 0 and live:
+            self._costs[promise.recipe].append((seconds, new))
+        if (longest := self._longest.get(promise.recipe)) is None or now[0] >= longest.last[0]:
+            self._longest[promise.recipe] = promise
 
     def busy(self, promise: Promise) -> float:
         """Seconds of the model that the frames of a second take."""
-        return promise.fps * min(self._seconds[promise.recipe], default=0.0)
+        costs = self._costs[promise.recipe]
+        return promise.rate * sum(seconds for seconds, _ in costs) / max(1, sum(new for _, new in costs))
 
     def bytes(self, promise: Promise) -> float:
-        """Bytes that the stream will come to hold: it grows as the last one of its recipe did, to what the recipe keeps."""
-        seen, held, each = self._grown.get(promise.recipe, (1, 0, 0.0))
+        """Bytes that the stream will come to hold: it grows as it did, or as the longest of its recipe, to what is kept."""
+        model = promise if promise.last[0] else self._longest.get(promise.recipe, promise)
+        (seen, held), each = model.last, model.grown()
         kv: Any = self._recipes[promise.recipe].kv
         seconds = min(promise.seconds, getattr(kv, "keep_seconds", None) or promise.seconds)
         frames = promise.fps * seconds
         whole = held + each * (frames - seen) if frames > seen else held * frames / seen
-        return max(promise.held, min(whole, getattr(kv, "host_bytes", None) or whole))
+        most = None if getattr(kv, "spill", None) == "disk" else getattr(kv, "host_bytes", None)
+        return max(promise.last[1], min(whole, most or whole))
 
     def admit(self, recipe: str, fps: float | None, seconds: float) -> Promise:
         """The promise to a new stream; `end` takes it back. `fps` None: a stream that goes on here, which is not refused.
@@ -61,10 +89,11 @@ class Admission:
         new, limits = Promise(recipe, fps or 1.0, seconds), self._limits
         busy, own = sum(map(self.busy, self._promises)), self.busy(new)
         if fps is not None and busy + own > limits.busy and own:
+            later = ", or come later" if own <= limits.busy else ""
             raise Refused(
                 503,
                 f"fps: {fps:g} frames a second of this stream take {own:.3f} s of each second and those of the open ones "
-                f"{busy:.3f} s, of {limits.busy:g} s for all; send fewer frames a second, or come later.",
+                f"{busy:.3f} s, of {limits.busy:g} s for all; send fewer frames a second{later}.",
                 "no_time",
             )
         held, more = sum(map(self.bytes, self._promises)), self.bytes(new)

@@ -32,7 +32,7 @@ class Copies:
         self._view = ModelView(self._still, adapter_for(model), adapter_for)
         self._idle: dict[str, queue.LifoQueue[Accelerated]] = defaultdict(queue.LifoQueue)
         self._made: dict[str, int] = defaultdict(int)
-        self._making = threading.Lock()
+        self._making, self._loading = threading.Lock(), threading.Lock()
 
     @contextmanager
     def under(self, name: str, recipe: Recipe, deadline: Deadline) -> Iterator[Accelerated]:
@@ -46,7 +46,7 @@ class Copies:
                 make = idle.empty() and self._made[name] < most
                 self._made[name] += make
             try:
-                fast = self._copied(recipe) if make else idle.get(timeout=CHECK_S)
+                fast = self._copied(recipe, deadline) if make else idle.get(timeout=CHECK_S)
             except queue.Empty:
                 continue  # the one that was being made may have failed
             except BaseException:
@@ -58,11 +58,15 @@ class Copies:
         finally:
             idle.put(fast)
 
-    def _copied(self, recipe: Recipe) -> Accelerated:
+    def _copied(self, recipe: Recipe, deadline: Deadline) -> Accelerated:
         draft: Any = recipe.draft
         if getattr(draft, "model", None) is not None and not getattr(draft, "process", False):
-            with self._making:  # the view loads a draft once
+            while not self._loading.acquire(timeout=CHECK_S):
+                deadline.check()
+            try:  # the view loads a draft once
                 peer = draft.peer(self._view).model
+            finally:
+                self._loading.release()
             recipe = replace(recipe, draft=replace(draft, model=sharing(peer)))
         return accelerate(sharing(self._still), recipe)
 

@@ -79,6 +79,10 @@ class Kept:
                 one["image"] = "data:image/jpeg;base64," + base64.b64encode(file).decode()
         return told
 
+    def point(self) -> tuple[int, int]:
+        """Frames that it has taken in, and `bytes`."""
+        return self.session.frames, self.bytes()
+
     def bytes(self) -> int:
         """What its memory holds on the device, the host and the disk, as last counted."""
         return int(sum(self.counters.get(name, 0) for name in ("bytes", "host_bytes", "host_disk_bytes")))

@@ -181,7 +181,7 @@ class SessionRequest(Strict):
     recipe: str | None = None
     resume: Name | None = None
     fps: Rate = 1.0
-    seconds: Seconds = 900.0
+    seconds: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 900.0
 
 
 class FramesRequest(Strict):

@@ -158,6 +158,7 @@ class Streams:
                     with named(folder):
                         await kept.session.load(folder)
                     await kept.count()
+                    promise.last = promise.first = kept.point()
         except BaseException:
             self.admission.end(promise)
             if kept is not None:
@@ -208,7 +209,7 @@ class Streams:
                 read = partial(engine.read, source, asked.fps or 1.0, None, deadline)
                 video = await ended_with(threaded(read), deadline)
             call = stream.session.ingest if asked.stored else stream.session.watch
-            return await self._taken(stream, video.frames, partial(call, video), deadline)
+            return await self._taken(stream, video.frames, partial(call, video), deadline, not asked.stored)
 
     async def watch(
         self, stream: Stream, pieces: Sequence[str | bytes], times: list[float] | None, fps: float | None
@@ -226,20 +227,19 @@ class Streams:
             return await self._taken(stream, frames, call, deadline)
 
     async def _taken(
-        self, stream: Stream, frames: Tensor, call: Callable[..., Any], deadline: Deadline
+        self, stream: Stream, frames: Tensor, call: Callable[..., Any], deadline: Deadline, live: bool = True
     ) -> int:
         began, metrics = time.monotonic(), self.engine.metrics
         async with stream.taking:
             self._check_room()
             deadline.check()
-            before, start = (stream.session.frames, stream.kept.bytes()), time.monotonic()
+            before, start = stream.kept.point(), time.monotonic() - stream.session.session.waited_s
             with self.engine.out_of_memory():
                 taken: int = await call(timeout=max(0.01, deadline.left() or 0.0))
-            seconds = time.monotonic() - start
+            seconds = time.monotonic() - stream.session.session.waited_s - start
             await threaded(partial(stream.kept.pictures.add, before[0], frames[:taken]))
             await stream.kept.count()
-            now = stream.session.frames, stream.kept.bytes()
-            self.admission.took(stream.promise, seconds, before, now)
+            self.admission.took(stream.promise, seconds, before, stream.kept.point(), live)
             await self.changed(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))

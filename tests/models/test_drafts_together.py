@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.decoding.batch import Batch, Seat
+from mmaccel.core.decoding.draft import DraftStep
 from mmaccel.core.decoding.load import Load
 from mmaccel.models.together import StepsTogether, sharing
 from tests.models.tiny_random import PROMPTS, prompt
@@ -182,6 +184,87 @@ def test_a_draft_that_fails_in_a_shared_step_ends_alone(
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
     dropped = ["failed" in str(one.draft) and bool(one.draft.get("failed")) for one in reports]
     assert failed and sum(dropped) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tokens_that_are_never_said_are_those_in_every_type(dtype: torch.dtype) -> None:
+    """Ids above 65,536 have no value of their own in these types; one beyond the draft's vocabulary is none of its."""
+    step = DraftStep(None, torch.zeros(1).long(), 151_700, (151_655, 151_999), greedy=False)  # type: ignore[arg-type]
+    said = step.said(torch.zeros(1, 151_700, dtype=dtype))
+    assert (said[0] == -torch.inf).nonzero()[:, 0].tolist() == [151_655]
+
+
+class Stand:
+    """A sequence of so many rounds in `Batch`, whose draft's logits end in an error if it is `bad`."""
+
+    adapts, judged, together = False, (0, 0), None
+
+    def __init__(self, rounds: int, bad: bool = False, begun: Callable[[], object] = lambda: None) -> None:
+        self.left, self.bad, self.ended, self.target, self.dropped = rounds, bad, False, self, 0
+        self.begun = begun
+
+    def offer(self, most: int | None) -> Any:
+        self.begun()
+        kind = DraftStep(self, torch.zeros(1).long(), 8, ("?",) if self.bad else ())  # type: ignore[arg-type]
+        try:
+            yield kind
+        except TypeError:
+            self.dropped += 1
+        return (torch.zeros(1, 1).long(),)
+
+    def length(self) -> int:
+        return 0
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, ids.shape[1], 8)
+
+    def take(self, logits: torch.Tensor) -> None:
+        self.left -= 1
+        self.ended = self.left <= 0
+
+    def close(self) -> None:
+        pass
+
+
+def test_logits_that_one_draft_cannot_take_are_nothing_to_the_others() -> None:
+    """It is told by itself, and may go on without a draft."""
+    some: list[Any] = [Stand(3), Stand(3, bad=True), Stand(3)]
+    Batch().run(some)
+    assert [one.dropped for one in some] == [0, 3, 0] and all(one.ended for one in some)
+
+
+def test_a_call_ends_with_its_answer_though_another_comes_in_its_place() -> None:
+    """In the round of its last token a third sequence joins, so that there are as many as before."""
+    batch, ends = Batch(), dict[str, int]()
+    joined = threading.Event()
+
+    def go(name: str, one: Any) -> None:
+        batch.run([one])
+        ends[name] = long.left
+
+    def come() -> None:
+        if short.left == 1 and not joined.is_set():
+            joined.set()
+            threads[2].start()
+            while len(batch) < 3:
+                pass
+
+    short: Any = Stand(5)
+    long: Any = Stand(400, begun=lambda: come() or time.sleep(0.005))
+    third: Any = Stand(10_000_000)
+    threads = [
+        threading.Thread(target=go, args=each)
+        for each in (("long", long), ("short", short), ("third", third))
+    ]
+    threads[0].start()
+    while not batch._led:
+        pass
+    threads[1].start()
+    threads[1].join()
+    assert ends["short"] > 100
+    third.left = 1
+    for one in threads:
+        one.join()
 
 
 def rounds(load: Load, seconds: Callable[[int, int], float], count: int, keep: float, number: int) -> float:

@@ -19,12 +19,13 @@ RECIPES = {
 
 
 def measured(**limits: Any) -> Admission:
-    """Frames of 0.1 s and 1000 bytes, in a call that waited and in one that did not."""
+    """Frames of 0.1 s and 1000 bytes: calls of half a unit run nothing."""
     made = Admission(RECIPES, replace(Limits(), **limits))
     for name in RECIPES:
         one = made.admit(name, 1.0, 900.0)
-        made.took(one, 4.0, (0, 0), (10, 10_000))
-        made.took(one, 1.0, (10, 10_000), (20, 20_000))
+        made.took(one, 2.0, (0, 0), (10, 10_000))
+        made.took(one, 0.0, (10, 10_000), (20, 20_000))
+        made.took(one, 50.0, (20, 20_000), (30, 30_000), live=False)
         made.end(one)
     return made
 
@@ -67,6 +68,27 @@ def test_a_memory_that_grows_no_more_takes_no_more() -> None:
     assert admission.bytes(one) == 7_000
 
 
+def test_a_slab_is_not_what_a_frame_takes() -> None:
+    """Bytes come 256 MiB at a time: nothing is told before they grow, and then by all frames since the first look."""
+    admission, slab = Admission(RECIPES, Limits()), 256 << 20
+    one = admission.admit("all", 1.0, 900.0)
+    admission.took(one, 1.0, (0, 0), (1, slab))
+    assert admission.bytes(one) == slab
+    admission.took(one, 1.0, (1, slab), (25, 2 * slab))
+    assert admission.bytes(one) == pytest.approx(2 * slab + slab / 24 * 875)
+    admission.took(one, 1.0, (25, 2 * slab), (26, 2 * slab))
+    assert admission.bytes(admission.admit("all", 1.0, 25.0)) < 2 * slab
+
+
+def test_frames_that_come_faster_than_was_said_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission, now = measured(busy=0.8), 0.0
+    monkeypatch.setattr("mmaccel.serve.admission.monotonic", lambda: now)
+    one = admission.admit("all", 1.0, 900.0)
+    for now in (0.0, 10.0, 20.0):
+        admission.took(one, 5.0, (int(5 * now), 0), (int(5 * now) + 50, 0))
+    assert one.rate == 5.0 and admission.busy(one) > 0.4
+
+
 def test_a_server_refuses_the_stream_that_is_too_much() -> None:
     """The first is let in, for nothing is known; then by its frames; and what was refused or closed takes nothing."""
     chosen = {"mosaic": Recipe.load(None, kv=SMALL)}
@@ -75,9 +97,9 @@ def test_a_server_refuses_the_stream_that_is_too_much() -> None:
         for at in range(0, 16, 8):
             frames = {"frames": list(jpegs()[at : at + 8])}
             assert client.post(f"{SESSIONS}/{opened}/frames", json=frames).status_code == 200
-        cost = served.app.state.streams.admission._seconds["mosaic"]
-        assert len(cost) == 2 and min(cost) > 0
-        cost.extend([0.5] * cost.maxlen)
+        cost = served.app.state.streams.admission._costs["mosaic"]
+        assert [new for _, new in cost] == [8, 8] and min(cost)[0] > 0
+        cost.extend([(0.5, 1)] * cost.maxlen)
         assert client.post(SESSIONS, json={"fps": 0.4}).status_code == 201
         refused = client.post(SESSIONS, json={"fps": 1})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "no_time", refused.text

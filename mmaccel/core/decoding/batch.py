@@ -70,8 +70,8 @@ class Batch:
         if runner.together is None and runner not in self._seen:
             self._seen.add(runner)
             runner.together = found = self._of(runner, self._known)
-            if found is not None and found not in self._known:
-                self._known = [*self._known, found][-KEPT:]
+            if found is not None:  # the last used are kept
+                self._known = [*(one for one in self._known if one is not found), found][-KEPT:]
         return runner.together
 
     def run(self, sequences: Sequence[Speculation]) -> None:
@@ -136,7 +136,7 @@ class Batch:
             self.load.took(len(live), most, seconds, [one.judged for one in live if one.judged[0]])
         with self._changed:
             self._live = [one for one in self._live if not one.ended]
-            if len(self._live) < len(live):
+            if any(one.ended for one in live):  # though others may have come in their places
                 self._changed.notify_all()
 
     def _offers(self, works: dict[Speculation, Any]) -> dict[Speculation, Offer | None]:
@@ -151,17 +151,16 @@ class Batch:
                         asked[one] = sent(works[one], said)
                     except StopIteration as over:
                         offers[one] = over.value
-            given, groups = {}, defaultdict[Any, list[Speculation]](list)
-            wanted = [
-                (one, each.runner, each.ids[None], self._join(each.runner)) for one, each in asked.items()
-            ]
+            given, groups, wanted = {}, defaultdict[Any, list[Speculation]](list), list[Wanted]()
+            for one, each in asked.items():
+                with self._careful(one):
+                    wanted.append((one, each.runner, each.ids[None], self._join(each.runner)))
             for one, logits in self._steps(wanted):
                 given[one] = last = logits if isinstance(logits, Exception) else logits[0, -1:]
                 if isinstance(last, Tensor):
                     groups[asked[one].kind, last.shape, last.device].append(one)
             for some in groups.values():
-                rows = asked[some[0]].said(torch.cat([given[one] for one in some]))  # type: ignore[misc]
-                given |= zip(some, rows, strict=True)
+                given |= _said(asked[some[0]], {one: given[one] for one in some})  # type: ignore[misc]
         return {one: offers[one] for one in works if one in offers}
 
     def _steps(
@@ -206,6 +205,17 @@ class Batch:
             self._failed[one] = error
             one.ended = True
             one.close()
+
+
+def _said(step: DraftStep, logits: dict[Speculation, Tensor]) -> dict[Speculation, Tensor | Exception | None]:
+    """What the drafts of `logits` get of them, by steps of one kind; an error is of the draft that has it alone."""
+    try:
+        return dict(zip(logits, step.said(torch.cat(list(logits.values()))), strict=True))
+    except Exception as error:
+        if len(logits) == 1:
+            return dict.fromkeys(logits, error)
+        each = [_said(step, {one: own}) for one, own in logits.items()]
+        return {one: said for own in each for one, said in own.items()}
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,8 @@ class DraftStep:
     def said(self, logits: Tensor) -> Tensor:
         """What drafts get of `logits` [m, V]: [m, vocab] or, if greedy, [m, 1]."""
         logits = resize(logits, self.vocab, float("-inf"))
-        if self.never:
-            logits = logits.index_fill(1, logits.new_tensor(self.never).long(), float("-inf"))
+        if never := [token for token in self.never if token < self.vocab]:
+            logits = logits.index_fill(1, torch.tensor(never, device=logits.device), float("-inf"))
         return logits.argmax(-1, keepdim=True) if self.greedy else logits
 
 
@@ -146,7 +146,9 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """A draft at work on one sequence, in one turn of it."""
+    """A draft at work on one sequence, in one turn of it. `chooses`: its `drafting` proposes no more than it is told to."""
+
+    chooses: ClassVar[bool] = False
 
     @abstractmethod
     def begin(self, prompt: Prompt) -> None:

@@ -252,7 +252,7 @@ class Speculation:
     @property
     def adapts(self) -> bool:
         """Whether its draft may rest, or propose less: with sampled tokens it would take other random numbers."""
-        return self._draft.state is not None and self._prompt.warp is None
+        return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
     def close(self) -> None:
         """Close the draft, in whatever state it is; a second call does nothing."""

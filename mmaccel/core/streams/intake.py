@@ -163,6 +163,11 @@ class Intake:
         begin = self._live.info.times[-1] if self._live is not None else 0.0
         return reopened(opens, deadline.check, self.events.append, begin, lambda one: one.times or [], later)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that passes of frames have waited for their turn."""
+        return 0.0 if self._live is None else self._live.waited_s
+
     def _rest(self) -> None:
         """Tell the memory that no more frames come for now."""
         if self._live is not None:

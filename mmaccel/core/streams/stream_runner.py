@@ -53,7 +53,8 @@ class StreamRunner:
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.stream if one else partial(split_stream, kv, adapter.layer_devices)
         self.waits: deque[float] = deque(maxlen=1024)
-        """Seconds that each of the last passes of frames waited for its turn."""
+        """Seconds that each of the last passes of frames waited for its turn; `waited_s` is of all."""
+        self.waited_s = 0.0
         self.state = opened(self.stream, adapter.view.geometry, adapter.view, adapter.device)
         self.running = adapter.running()
 
@@ -120,6 +121,7 @@ class StreamRunner:
                 last = min(first + step, whole)
                 with self.adapter.turns.holding(deadline) as waited:
                     self.waits.append(waited)
+                    self.waited_s += waited
                     self._encode(frames[first * pace : last * pace])
                 progress(last * pace - pending)
         except Ended:

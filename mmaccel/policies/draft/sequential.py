@@ -65,6 +65,7 @@ class Drafter(PeerState):
 
     _choice: Sequential
     _never: tuple[int, ...] = ()
+    chooses = True
     _mark = _fed = _drafted = 0
 
     def begin(self, prompt: Prompt) -> None:

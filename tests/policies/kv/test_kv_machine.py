@@ -35,11 +35,10 @@ class Machine(RuleBasedStateMachine):
         return len(self.sequences[0])
 
     def append(self, count: int, layers: int = LAYERS) -> None:
-        """One run; `high` is the longest memory a run began with, which is when the window lets go of columns."""
+        """One run; `high` is the longest memory a run began with, or its question: then the window lets go of columns."""
         new = [[self.serial + b * count + i for i in range(count)] for b in range(len(self.sequences))]
         self.serial += count * len(new)
-        if self.apply_rope is None:
-            self.high = max(self.high, self.length)
+        self.high = max(self.high, self.length if self.apply_rope is None else self.asked)
         for sequence, more in zip(self.sequences, new, strict=True):
             sequence.extend(more)
         for layer in range(layers):

@@ -221,9 +221,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     def __post_init__(self) -> None:
         if self.in_batches not in ("measured", "always", "never"):
-            raise RecipeError(
-                f"{self.name}: in_batches is {self.in_batches!r}; give measured, always or never."
-            )
+            raise RecipeError(f"{self.name}.in_batches: {self.in_batches!r}; give measured, always or never.")
 
     @property
     def max_rollback(self) -> int:

@@ -137,6 +137,7 @@ class SharedStreams(Streams):
             asked = SessionRequest.model_construct(recipe=facts["recipe"], resume=saved, fps=None)
             stream = await self.open(asked, facts["owner"], number)
             stream.session.session.history, self._seen[number] = facts["history"], facts["state"]
+            stream.promise.fps, stream.promise.seconds = facts.get("promise", (1.0, 900.0))
 
     async def _is_here(self, number: str) -> bool:
         facts = await threaded(partial(_read, self._live / number))
@@ -156,7 +157,11 @@ class SharedStreams(Streams):
                 )
             if session.frames:
                 await session.save(place / SESSION)
-            facts = {"owner": stream.owner, "recipe": stream.recipe, "history": session.session.history}
+            facts: dict[str, Any] = {"owner": stream.owner, "recipe": stream.recipe}
+            facts |= {
+                "history": session.session.history,
+                "promise": (stream.promise.fps, stream.promise.seconds),
+            }
             state = self._seen[stream.id] = secrets.token_hex(8)
             await threaded(partial(_write, place, facts | {"state": state}))
 

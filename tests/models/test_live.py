@@ -137,6 +137,18 @@ def test_a_call_waits_for_a_clip_of_another_by_its_deadline() -> None:
             assert late.result(5) == 0
 
 
+def test_waiting_is_told_apart_from_work() -> None:
+    """Frames that come while another thread has the model wait for it; a server leaves that out of their cost."""
+    with open_session("random-ov", TIGHT["rekv"]) as session, ThreadPoolExecutor() as pool:
+        assert session.waited_s < 0.1
+        session.watch(film(2), fps=FPS)
+        before = session.waited_s
+        with session._stream_adapter.turns.holding():
+            taken = pool.submit(session.watch, film(2), fps=FPS)
+            wait([taken], 0.3)
+        assert taken.result() == 2 and 0.15 < session.waited_s - before < 10
+
+
 def test_figures_are_read_between_passes() -> None:
     with open_session("random-ov", TIGHT["rekv"]) as session, ThreadPoolExecutor(2) as other:
         session.watch(film(4), fps=FPS)

@@ -163,15 +163,23 @@ class Intake:
         begin = self._live.info.times[-1] if self._live is not None else 0.0
         return reopened(opens, deadline.check, self.events.append, begin, lambda one: one.times or [], later)
 
+    _waited = 0.0
+
     @property
     def waited_s(self) -> float:
-        """Seconds that passes of frames have waited for their turn."""
-        return 0.0 if self._live is None else self._live.waited_s
+        """Seconds that calls with frames, and their passes, have waited for the model."""
+        return self._waited + (0.0 if self._live is None else self._live.waited_s)
+
+    @contextmanager
+    def _turn(self, deadline: Deadline | None = None) -> Iterator[None]:
+        with self._stream_adapter.turns.holding(deadline) as waited:
+            self._waited += waited
+            yield
 
     def _rest(self) -> None:
         """Tell the memory that no more frames come for now."""
         if self._live is not None:
-            with self._stream_adapter.turns.holding():
+            with self._turn():
                 self._live.state.idle()
                 self._live.beside.idle()
 
@@ -179,7 +187,7 @@ class Intake:
         """Let the memory forget what it keeps no longer, and note it, as one event for all that goes in a row."""
         if (live := self._live) is None:
             return
-        with self._stream_adapter.turns.holding():
+        with self._turn():
             gone = live.state.let_go(live.shown, live.pinned)
         if not gone:
             return
@@ -202,7 +210,7 @@ class Intake:
         turns = self._stream_adapter.turns
         with self._working(self._stream, *([self._asking] if alone else []), deadline=deadline):
             before, self._changed = self._live, False
-            with turns.holding(deadline):
+            with self._turn(deadline):
                 mark = None if before is None else before.mark()
             try:
                 yield
@@ -226,19 +234,19 @@ class Intake:
         progress: Progress | None,
         deadline: Deadline,
     ) -> int:
-        count, live, watched, turns = clip.frames.shape[0], self._live, 0, self._stream_adapter.turns
+        count, live, watched = clip.frames.shape[0], self._live, 0
         shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
         self._changed = True
         if live is None:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
-            with turns.holding():
+            with self._turn():
                 live = self._live = StreamRunner.begin(*parts, timed)
                 live.beside = self._beside()
 
         def tell(through: int) -> None:
             nonlocal watched
             some, watched = slice(watched, through), through
-            with turns.holding():
+            with self._turn():
                 live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed)
             for one in self._standing:
                 one.came()

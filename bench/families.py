@@ -34,7 +34,7 @@ from pair import tell, timed_step
 from prefill import mixed_heads, timed_prefill
 from replayed import cache_bytes
 from scenes import Scenes
-from steps import Step, run_steps
+from steps import Step, parser_of, run_steps
 from timing import Log, read_rows
 
 import mmaccel
@@ -163,13 +163,7 @@ def steps() -> list[Step]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
-    parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
-    parser.add_argument("--limit", type=float, default=520.0, help="seconds in all")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--questions", type=int, default=15)
     parser.add_argument("--chunk", type=int, default=1 << 15, help="tokens of a piece of a prefill; 0: all")

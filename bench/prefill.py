@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attend import CASES, FRAME, Case, GivenDiagonals, bench_case, layout_of, shortened
-from steps import Step, run_steps
+from steps import Step, parser_of, run_steps
 from timing import Log, Times, compare
 
 import mmaccel
@@ -331,14 +331,8 @@ def steps() -> list[Step]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
-    parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--limit", type=float, default=520.0, help="seconds in all")
     parser.add_argument("--backends", nargs="+", help="default: triton on cuda, else the reference")
     parser.add_argument("--heads", nargs=2, type=int, default=(28, 4), metavar=("HEADS", "GROUPS"))
     parser.add_argument("--size", type=int, default=128)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from happened import noise
 from held import Held
 from scenes import QUESTION
-from steps import Step, run_steps
+from steps import Step, parser_of, run_steps
 from timing import Log
 
 import mmaccel
@@ -195,16 +195,10 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--memory", type=float, default=64.0, help="GB of the device that may be used; on a CPU no cap"
     )
-    parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds in all")
     parser.add_argument("--shrink", type=int, default=1, help="divide the minutes: a smoke test")
     options = parser.parse_args()
     steps = []

@@ -26,6 +26,18 @@ def done_before(path: Path) -> set[str]:
     return {row["done"] for row in read_rows([path] if path.exists() else []) if "done" in row}
 
 
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options that `run_steps` reads, but for `shrink`, for a script to add its own to."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
+    parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
+    parser.add_argument("--limit", type=float, default=520.0, help="seconds in all")
+    return parser
+
+
 def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> None:
     """Run what `options` asks for: `out`, `device`, `only` (beginnings of names), `limit` in seconds, `shrink`."""
     began = time.monotonic()

@@ -47,7 +47,7 @@ from drafted import drafted_step
 from happened import log_happened
 from ingest import capped_step, ingest_step
 from scenes import QUESTION, SHAPE, Scenes
-from steps import Step, run_steps
+from steps import Step, parser_of, run_steps
 from timing import Log
 from transfer import CopiesEach
 from watching import HELD, LOCAL, Sizes, day_step, encode_step, splits_step, streams_step
@@ -237,13 +237,7 @@ def steps() -> list[Step]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
-    parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
-    parser.add_argument("--limit", type=float, default=520.0, help="seconds in all")
+    parser = parser_of(__doc__)
     parser.add_argument("--questions", type=int, default=20, help="questions of each variant")
     parser.add_argument(
         "--shrink", type=int, default=1, help="the tiny model, and all lengths divided: a smoke test"

@@ -57,27 +57,9 @@ class LayerStep:
         self.size = own.head_dim
         self.line = torch.arange(layer_ops.WINDOW, device=self.before.weight.device)[None]
 
-    def __call__(
-        self,
-        x: Rows,
-        rope: Tensor,
-        columns: Tensor,
-        key: Tensor | Caches,
-        value: Tensor,
-        sees: Tensor | None = None,
-        bias: Tensor | None = None,
-        qkv: Tensor | None = None,
-    ) -> tuple[Rows, Tensor]:
-        """What leaves the layer, and the queries [B, H, n, D], with RoPE, that it looked with.
-
-        x        what enters it, B * n rows
-        rope     [2, B, n, D], the cosines and sines of the rows
-        columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
-                 sequence has a cache of its own, `key` is all of these and `value` is not used
-        sees, bias  those of `decode_attend`
-        qkv      `project` of x, where a memory had to see it first; None: it is computed here
-        """
-        out, query = self.attend(x, rope, columns, key, value, sees, bias, qkv)
+    def __call__(self, x: Rows, *given: Any) -> tuple[Rows, Tensor]:
+        """What leaves the layer for its input x, and the queries [B, H, n, D], with RoPE; `given` as of `attend`."""
+        out, query = self.attend(x, *given)
         return self.finish(x, out), query
 
     def attend(
@@ -91,7 +73,15 @@ class LayerStep:
         bias: Tensor | None = None,
         qkv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The attention [B * n, H * D] of the rows, and their queries; x is not read where `qkv` is given."""
+        """The attention [B * n, H * D] of the rows, and their queries.
+
+        x        what enters the layer, B * n rows; not read where `qkv` is given
+        rope     [2, B, n, D], the cosines and sines of the rows
+        columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
+                 sequence has a cache of its own, `key` is all of these and `value` is not used
+        sees, bias  those of `decode_attend`
+        qkv      `project` of x, where a memory had to see it first; None: it is computed here
+        """
         if qkv is None and (self.norms or self.turn):
             assert x is not None
             qkv = self.project(x)

@@ -234,8 +234,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
         return None
 
     def check(self, target: ModelView) -> None:
-        """Called when the recipe is attached: raise `DraftError` for a draft that cannot serve `target`. Of an config_only
-        target, before it is loaded: from configurations alone."""
+        """Called when attached, also on a `config_only` target: raise `DraftError` for one that the draft cannot serve."""
 
     @abstractmethod
     def open(self, target: ModelView) -> DraftState: ...
@@ -397,4 +396,5 @@ def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:
 
 
 def real(p: Tensor) -> Tensor:
+    """`p` in float32, or in float64 if it is."""
     return p if p.dtype == torch.float64 else p.float()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mmaccel
+from mmaccel.core.decoding import replay
 from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.report import Meter
 from mmaccel.core.streams import parts
 from mmaccel.models import step
-from tests.models.streams import FPS, QUESTION
+from tests.models.streams import FPS, QUESTION, pair
 from tests.models.test_live_snapshot import (
     BEFORE,
     HYBRID,
@@ -126,3 +130,38 @@ def test_steps_are_made_ready_before_the_first_token(kv: str, monkeypatch: pytes
         # Of a memory without slots no step is captured.
         assert ran[1:3] == [1, 1] if kv != "full" else len(ran) == 8
         assert session._live.state.length() == length
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kv", ["mosaic", "rekv", "full"])
+def test_on_a_gpu(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens; and no step of an answer is captured once its first token is there."""
+    model, processor = copy.deepcopy(pair("random-ov")[0]).to("cuda", torch.bfloat16), pair("random-ov")[1]
+
+    def opened_there() -> mmaccel.VideoSession:
+        session = mmaccel.VideoSession(model, processor, None, kv=MEMORIES[kv])
+        session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
+        session.watch(shots("random-ov")[:BEFORE], fps=FPS)
+        return session
+
+    late, captured, token = list[int](), replay.captured, Meter.token
+    tokens = [0]
+    monkeypatch.setattr(replay, "captured", lambda *given: (late.append(tokens[0]), captured(*given))[1])
+    monkeypatch.setattr(
+        Meter, "token", lambda self, n=1: (tokens.__setitem__(0, tokens[0] + n), token(self, n))[1]
+    )
+    with opened_there() as quiet:
+        alone = quiet.ask(QUESTION, TOKENS)
+        assert not any(late) and bool(late) == (kv != "full"), late
+        for frame in shots("random-ov")[BEFORE:].split(1):
+            quiet.watch(frame, fps=FPS)
+        later = quiet.ask(QUESTION, 20)
+    with opened_there() as session:
+        with monkeypatch.context() as patched:
+            meeting = Meeting(session, shots("random-ov")[BEFORE:], patched)
+            busy = session.ask(QUESTION, TOKENS)
+        for _ in meeting.frames:
+            time.sleep(1e-3)
+        assert busy.ids == alone.ids and meeting.inside > 10
+        assert session.ask(QUESTION, 20).ids == later.ids

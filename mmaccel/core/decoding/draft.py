@@ -146,9 +146,9 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """A draft at work on one sequence, in one turn of it. `chooses`: its `drafting` proposes no more than it is told to."""
+    """A draft at work on one turn. `chooses`: its `drafting` proposes no more than told; `unread`: its prompt is not read yet."""
 
-    chooses: ClassVar[bool] = False
+    chooses, unread = False, False
 
     @abstractmethod
     def begin(self, prompt: Prompt) -> None:

@@ -146,7 +146,7 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """A draft at work on one turn. `chooses`: its `drafting` proposes no more than told; `unread`: its prompt is not read yet."""
+    """A draft at work on a turn of a sequence. `chooses`: it proposes no more than told; `unread`: it must read first."""
 
     chooses, unread = False, False
 

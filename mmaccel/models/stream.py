@@ -61,7 +61,8 @@ class StreamPasses:
         self.text: Any = family.text(model)
         self._gate, self.turns = gate_of(self.text), turns_of(self.text)
         self._between = functools.partial(self.turns.between, self.device)
-        self.ready: Any = functools.partial(step.ready, self)
+        if self.device.type in step.DEVICES:
+            self.ready: Any = functools.partial(step.ready, self)
 
     @functools.cached_property
     def _few(self) -> step.StreamSteps:
@@ -196,8 +197,7 @@ class StreamPasses:
         self, state: StreamState, hidden: bool, input_hooks: Mapping[int, Callable[[Tensor], None]]
     ) -> Iterator[None]:
         """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to, and
-        `input_hooks` are called with the input of theirs. What another thread calls meanwhile computes what it does without
-        us."""
+        `input_hooks` the input of theirs. What another thread calls meanwhile computes what it does without us."""
         thread = threading.get_ident()
 
         def unturned(module: nn.Module, args: Any, out: Any) -> Any:

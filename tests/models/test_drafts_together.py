@@ -259,11 +259,9 @@ def test_one_draft_a_round_reads_its_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     offers = batch._offers
 
     def noted(works: Any) -> Any:
-        made = offers(works)
-        seen.append([one.asked for one in works])
-        return made
+        return offers(works), seen.append([one.asked for one in works])
 
-    monkeypatch.setattr(batch, "_offers", noted)
+    monkeypatch.setattr(batch, "_offers", lambda works: noted(works)[0])
     batch.run(some)
     assert seen == [[3, 0, 0, 0], [3, 3, 0, 0], [3, 3, 3, 0], *[[3, 3, 3, 3]] * 3]
     assert took == [3, 3]

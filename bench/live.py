@@ -39,6 +39,7 @@ import mmaccel
 from mmaccel.core.decoding import replay
 from mmaccel.core.report import Meter, environment
 from mmaccel.core.streams.asking import QuestionRunner
+from mmaccel.core.streams.live import settled
 from mmaccel.core.streams.parts import Turns
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models.stream import HFStreamAdapter, StreamPasses
@@ -338,10 +339,12 @@ def main() -> None:
     for kv in args.kv:
         with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
             session.watch(frames.repeat(-(-args.before // 32), 1, 1, 1)[: args.before], fps=args.fps)
-            row = {"kv": kv, **alone(session, frames, args.fps)}
-            session.ask(words(args.words), args.tokens)
+            with settled():
+                row = {"kv": kv, **alone(session, frames, args.fps)}
+            session.ask(words(args.words), args.tokens)  # what a question needs is made and captured
             given = {"fps": args.fps, "seconds": args.seconds, "count": args.words, "tokens": args.tokens}
-            row |= measured(session, frames, **given)
+            with settled():  # as `mmaccel serve` and `mmaccel watch` do
+                row |= measured(session, frames, **given)
         for name, value in row.items():
             if isinstance(value, list | dict):
                 for one in value if isinstance(value, list) else [value]:

@@ -23,6 +23,7 @@ from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.streams.live import settled
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, recipe_of, writable
 from mmaccel.core.streams.sources import Event
@@ -163,7 +164,7 @@ def watch(
         raise Exit(INTERRUPTED) from None
     typed = Typed(terminal)
     stopped, kept, whole, failed = False, False, False, list[Exception]()
-    with session:
+    with session, settled():
         keeper = Keeper(session, save, reading, point, every)
         work = Watching(session, asked, fps, max_new_tokens, evidence, as_json)
         try:

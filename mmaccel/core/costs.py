@@ -39,7 +39,7 @@ TOKEN_S = 4e-4
 """The host's part of a token: the choice, the text."""
 HIDDEN = 0.6
 """Of the wire's seconds, hidden behind layers by the prefetch (stream_h200: 15 ms of a question's 26)."""
-ROWS, PATCHES, UNITS, ROOM, SLAB = 1 << 15, 1 << 14, 16, 8192, 1 << 28
+ROWS, PATCHES, UNITS, ROOM, SLAB = 1 << 15, 1 << 14, 16, 8192, 1 << 24
 """Rows of a pass of an ingestion and of a feed-forward block, patches of a tower's call, units of a pass of
 live frames, the most
 columns that a buffer grows ahead, and bytes that a host store takes at a time."""

@@ -382,7 +382,15 @@ class Family(ModelFamily):
         cos, sin = rotary.forward(like, positions[..., None, :])
         return cos[:, None], sin[:, None]
 
+    def _turns(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> bool:
+        """Whether one kernel rotates `x` in place."""
+        return bool(self.rotate_function) and layer_ops.fusible(x) and x.shape[-1] == angles[0].shape[-1]
+
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        if self._turns(x, angles) and not torch.is_grad_enabled():
+            x = x.clone()
+            self.apply_rope_(x, angles)
+            return x
         size = angles[0].shape[-1]
         whole = size == x.shape[-1]
         return (
@@ -390,7 +398,7 @@ class Family(ModelFamily):
         )
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        if self.rotate_function and layer_ops.fusible(x) and x.shape[-1] == angles[0].shape[-1]:
+        if self._turns(x, angles):
             layer_ops.rotate_(x, *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.apply_rope(x, angles))

@@ -54,11 +54,9 @@ def ready(stream: Any, state: StreamState) -> None:
     steps, word, length = stream._few, stream.words(torch.zeros(1, dtype=torch.long)), state.length()
     for _ in range(2):
         state.begin_pass(StreamPass(kind="answer", rows=1))
-        slots = state.all_write_slot()
-        new = slots is not None and steps.serves(word, True) and not steps.replays(slots)
+        new = steps.serves(word) and not steps.replays(state.all_write_slot())
         if new:
-            with stream.busy():
-                steps.run(None, word, False, slots)
+            stream.run(state, word, few=True)
         state.end_pass()
         state.truncate(length)
         if not new:
@@ -220,10 +218,12 @@ class StreamSteps:
         name = "answer", count, tuple(turned), tuple(wrote), shapes
         return list(angles.values()), begins, turned, wrote, name
 
-    def replays(self, slots: list[CacheSlot]) -> bool:
-        """Whether a step of one row of an answer is a replay."""
+    def replays(self, slots: list[CacheSlot] | None) -> bool:
+        """Whether what is captured of a step of one row of an answer is replayed; `slots` as `run` has them."""
         self._replays.under(self._watched)
-        return self._replays.ready(self._named(slots, 1)[-1], self._lie)
+        if slots is not None:
+            return self._replays.ready(self._named(slots, 1)[-1], self._lie)
+        return all(map(self._replays.ready, [("enter", 1), *((n, 1) for n in range(len(self._layers)))]))
 
     def _rest(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
         return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv)

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from mmaccel.core.decoding.generate import Ended
 from mmaccel.core.errors import MmaccelError
+from mmaccel.core.streams.live import settled
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.guard import Guard, problem, sentence
@@ -111,10 +112,11 @@ def run(engine: Engine) -> None:
     settings = engine.settings
     logging.captureWarnings(True)
     warnings.simplefilter("default")
-    uvicorn.run(
-        create_app(engine),
-        host=settings.host,
-        port=settings.port,
-        timeout_graceful_shutdown=10,
-        **connections(settings),
-    )
+    with settled():
+        uvicorn.run(
+            create_app(engine),
+            host=settings.host,
+            port=settings.port,
+            timeout_graceful_shutdown=10,
+            **connections(settings),
+        )

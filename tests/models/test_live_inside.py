@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -31,23 +32,48 @@ from tests.models.test_live_snapshot import (
 )
 
 TOKENS = 120
+WHOLE = ("full", "offload", "offload disk", "no_cache")
+"""Memories that have nothing to do when a pass ends."""
 CASES = [(name, False) for name in MEMORIES] + [(name, True) for name in ("mosaic", "rekv", "livevlm")]
 
 
 class Meeting:
-    """Frames come one by one while an answer lasts, and each token waits until the next piece of their work is due."""
+    """Frames come one by one while an answer lasts, and each token waits until the next piece of their work is due, or so
+    many pieces are. Counts tokens that come in the middle of a pass, which stands still meanwhile, and of these such as
+    come while it is `ending`."""
 
-    def __init__(self, session: mmaccel.VideoSession, frames: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, session: mmaccel.VideoSession, frames: Any, monkeypatch: pytest.MonkeyPatch, pieces: int = 1
+    ) -> None:
         self.turns, self.frames = session._stream_adapter.turns, frame_by_frame(session, frames)
-        self.inside, self.give_way = 0, self.turns.give_way
+        self.inside, self.give_way, state = 0, self.turns.give_way, session._live.state  # type: ignore[union-attr]
+        self.ending, self.moves, self.pieces = 0, False, itertools.cycle([*[False] * (pieces - 1), True])
+        let_tokens, end_pass = self.turns.let_tokens, state.end_pass
+
+        def let() -> None:
+            if next(self.pieces):
+                let_tokens()
+
+        def ended() -> None:
+            self.moves = True
+            end_pass()
+            self.moves = False
+
         monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
         monkeypatch.setattr(self.turns, "give_way", self.meet)
+        monkeypatch.setattr(self.turns, "let_tokens", let)
+        # Only once the question has its snapshot: that is to have an end of its own.
+        self.watch = lambda: monkeypatch.setattr(state, "end_pass", ended)
+        self.watched = False
 
     def meet(self, inside: bool = False) -> None:
-        """Counts tokens that come in the middle of a pass, which stands still meanwhile."""
         if inside:
             return
-        self.inside += self.turns._still is not None
+        if not self.watched:
+            self.watched = True
+            self.watch()
+        still = self.turns._still is not None
+        self.inside, self.ending = self.inside + still, self.ending + (still and self.moves)
         over, end = object(), time.monotonic() + 20
         while next(self.frames, over) is not over and not self.turns._waiting:
             assert time.monotonic() < end
@@ -64,23 +90,49 @@ def test_tokens_in_the_middle_of_passes(
 ) -> None:
     if captured:
         monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    compared(name, kv, TOKENS, shots(name)[BEFORE:], 1, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", MEMORIES)
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen", HYBRID])
+def test_fifty_frames_within_an_answer(
+    name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 200 tokens, which come at every fifth piece of a pass: of all pieces in turn."""
+    frames = shots(name)[BEFORE:].repeat(3, 1, 1, 1)[:50]
+    compared(name, kv, 200, frames, 5, tmp_path, monkeypatch)
+
+
+def compared(
+    name: str,
+    kv: str,
+    tokens: int,
+    frames: torch.Tensor,
+    pieces: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer while `frames` come, and what is stored of these, with that of a stream where they come after it."""
     with opened(name, MEMORIES[kv]) as quiet:
-        alone = quiet.ask(QUESTION, TOKENS)
-        for frame in shots(name)[BEFORE:].split(1):
+        alone = quiet.ask(QUESTION, tokens)
+        for frame in frames.split(1):
             quiet.watch(frame, fps=FPS)
         later = quiet.ask(QUESTION, 20)
         quiet.save(tmp_path / "quiet")
+    assert len(alone.ids) == tokens
     with opened(name, MEMORIES[kv]) as session:
         with monkeypatch.context() as patched:
-            meeting = Meeting(session, shots(name)[BEFORE:], patched)
-            busy = session.ask(QUESTION, TOKENS)
+            meeting = Meeting(session, frames, patched, pieces)
+            busy = session.ask(QUESTION, tokens)
+            assert pieces == 1 or session.frames == BEFORE + len(frames), "they come within the answer"
         for _ in meeting.frames:
             time.sleep(1e-3)
-        assert session.frames == BEFORE + MEANWHILE
+        assert session.frames == BEFORE + len(frames)
         assert told(busy) == told(alone)
-        assert (meeting.inside > 10) == (kv != "no_cache"), (
-            meeting.inside
-        )  # which keeps frames, and runs no pass of them
+        # That keeps frames, and runs no pass of them.
+        assert (meeting.inside > 10) == (kv != "no_cache"), meeting.inside
+        assert (meeting.ending > 5) == (kv not in WHOLE), meeting.ending
         assert told(session.ask(QUESTION, 20)) == told(later)
         session.save(tmp_path / "busy")
     one, other = files(tmp_path / "quiet"), files(tmp_path / "busy")
@@ -127,8 +179,7 @@ def test_steps_are_made_ready_before_the_first_token(kv: str, monkeypatch: pytes
             step.StreamSteps, "run", lambda self, *given: (ran.append(len(given[1])), run(self, *given))[1]
         )
         assert told(session.ask(QUESTION, 8)) == told(plain)
-        # Of a memory without slots no step is captured.
-        assert ran[1:3] == [1, 1] if kv != "full" else len(ran) == 8
+        assert ran[1:] == [1] * 8  # one of them before the answer, of which the prompt gives the first token
         assert session._live.state.length() == length
 
 
@@ -153,7 +204,7 @@ def test_on_a_gpu(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with opened_there() as quiet:
         alone = quiet.ask(QUESTION, TOKENS)
-        assert not any(late) and bool(late) == (kv != "full"), late
+        assert late and not any(late), late
         for frame in shots("random-ov")[BEFORE:].split(1):
             quiet.watch(frame, fps=FPS)
         later = quiet.ask(QUESTION, 20)

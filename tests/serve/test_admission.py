@@ -69,7 +69,7 @@ def test_a_memory_that_grows_no_more_takes_no_more() -> None:
 
 
 def test_a_slab_is_not_what_a_frame_takes() -> None:
-    """Bytes come 256 MiB at a time: nothing is told before they grow, and then by all frames since the first look."""
+    """Bytes come a slab at a time: nothing is told before they grow, and then by all frames since the first look."""
     admission, slab = Admission(RECIPES, Limits()), 256 << 20
     one = admission.admit("all", 1.0, 900.0)
     admission.took(one, 1.0, (0, 0), (1, slab))

@@ -136,11 +136,11 @@ def test_a_cancelled_question_is_told(served: Served) -> None:
 
 
 def test_memories_of_streams_are_capped_with_those_of_the_host() -> None:
-    with running(Settings(limits=Limits(memory_bytes=100 << 20))) as served, served.client() as client:
-        path = opened(client, 40)  # 4 MB on the device, 256 MiB on the host
+    with running(Settings(limits=Limits(memory_bytes=10 << 20))) as served, served.client() as client:
+        path = opened(client, 40)  # 4 MB on the device, a slab of 16 MiB on the host
         (one,) = served.app.state.streams._open.values()
         counted = client.get(path).json()["counters"]
-        assert one.kept.bytes() == counted["bytes"] + counted["host_bytes"] > 100 << 20
+        assert one.kept.bytes() == counted["bytes"] + counted["host_bytes"] > 10 << 20
         again = client.post(f"{path}/frames", json={"frames": [jpegs()[0]]})
         for refused in (again, client.post(SESSIONS, json={"recipe": "mosaic"})):
             assert refused.status_code == 429 and "close one" in refused.text
@@ -149,7 +149,7 @@ def test_memories_of_streams_are_capped_with_those_of_the_host() -> None:
 
 
 def test_a_kept_video_counts_with_its_host_memory() -> None:
-    with running(Settings(limits=Limits(kept_bytes=100 << 20))) as served:
+    with running(Settings(limits=Limits(kept_bytes=10 << 20))) as served:
         assert served.chat(
             [video(frames_url(40)), text()], max_tokens=1, mmaccel={"recipe": "mosaic"}
         ).is_success

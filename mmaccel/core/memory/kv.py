@@ -198,6 +198,8 @@ class StreamPass:
              its views have a layout then; None: they are dense
     branches  the tree that the rows of an answer are: they stand at their depth, and see their own branches; None: a chain.
              Only where the memory's policy `allows_branches`
+    pause    to be called in the middle of `end_pass` of "units", between two layers: tokens of answers, which read snapshots,
+             may have their turns then
     """
 
     kind: Literal["head", "units", "proxy", "question", "answer"]
@@ -212,6 +214,7 @@ class StreamPass:
     weigh: bool = True
     layout: TokenLayout | None = None
     branches: Branches | None = None
+    pause: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,19 @@ from mmaccel.core.streams.session import Messages, VideoSession
 from mmaccel.core.streams.standing import Change, Standing
 
 Done = TypeVar("Done")
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Within, Python's garbage collector passes over what is there now (`gc.freeze`), the libraries' objects and the model's
+    above all: a full collection of these holds a token up for a third of a second. For commands, whose process is their
+    own."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class AsyncReply(AsyncIterator[str]):

@@ -272,7 +272,13 @@ class StreamRunner:
             look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
             part, rows = adapter.unit_embeds(part, info.moments(adapter.pace, frames)), count * info.unit
             stream_pass = StreamPass(
-                kind="units", rows=rows, first=first, count=count, times=shown, look=look
+                kind="units",
+                rows=rows,
+                first=first,
+                count=count,
+                times=shown,
+                look=look,
+                pause=adapter.turns.let_tokens,
             )
             self.run_pass(state, stream_pass, part.flatten(0, 1), **how)
             done += count
@@ -295,8 +301,10 @@ class StreamRunner:
         how |= {} if self.beside.failed else self.around.run_options(stream_pass.kind)
         running = how.setdefault("running", self.running)
         with kept(running if stream_pass.kind == "proxy" else None):
+            stream_pass.pause()
             state.begin_pass(stream_pass)
             hidden = self.adapter.run(state, embeds, self.hidden, **how)
+            stream_pass.pause()
             state.end_pass()
         return hidden
 

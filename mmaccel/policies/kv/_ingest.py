@@ -15,7 +15,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import host_available
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
-from mmaccel.policies.kv._window import Pair, PassState, Ring
+from mmaccel.policies.kv._window import Pair, PassState, Ring, some_layers
 
 SHARE = 0.5
 """Of the memory that is free when an ingestion begins: the rest is for a pass's own values and for the index."""
@@ -142,8 +142,8 @@ class IngestState(PassState):
 
     together = RUN
 
-    def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
-        """Units ``first .. first + count`` leave the window of a layer; [1, G, count * P, D]."""
+    def _gone(self, layers: Sequence[int], first: int, count: int, pairs: Sequence[Pair]) -> None:
+        """Units ``first .. first + count`` leave the window of some layers: of each [1, G, count * P, D]."""
 
     def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
         """Rotated keys and values of units that have left the window, which the units of a pass see besides; by their raw
@@ -198,8 +198,9 @@ class IngestState(PassState):
     def _leave(self, held: Ingested, count: int) -> None:
         for begin in range(0, count, self.together):
             some = min(self.together, count - begin)
-            for layer in range(self.geometry.layers):
-                self._gone(layer, self._first + begin, some, *held.of(layer, begin, some))
+            for layers in some_layers(self.geometry.layers, some):
+                pairs = [held.of(layer, begin, some) for layer in layers]
+                self._gone(layers, self._first + begin, some, pairs)
 
     def _show(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> KVView:
         """What units of an ingestion see at a layer, by their raw queries [1, H, n, D]; key, value [1, G, n, D]."""

@@ -7,7 +7,7 @@ Letters: L layers, H query heads, G key/value heads, D head size, E hidden size,
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -127,10 +127,11 @@ class ArchivedMemory(StreamMemory):
         self.index.arrived(stream_pass.look, [*self._new.values()], retrieved)
         # Until passes retrieve, the host clusters what came before while the device still computes this one.
         self.index.digest(keep=1)
+        stream_pass.pause()
         super()._move(stream_pass)
 
-    def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
-        lost = self.store.put(layer, range(first, first + count), key, value)
+    def _gone(self, layers: Sequence[int], first: int, count: int, pairs: Sequence[Pair]) -> None:
+        lost = self.store.put_layers(layers, range(first, first + count), pairs)
         if lost:
             self.index.forget(lost)
 

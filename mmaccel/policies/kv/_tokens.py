@@ -168,6 +168,7 @@ class TokenMemory(StreamMemory):
     def _move(self, stream_pass: StreamPass) -> None:
         total, P = stream_pass.first + stream_pass.count, self.stream.unit
         for layer in range(self.geometry.layers):
+            stream_pass.pause()
             new = self._new.get(layer)
             if new is None:
                 raise ModelError(f"kv: layer {layer} was left out of a pass.")

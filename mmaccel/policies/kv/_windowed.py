@@ -16,7 +16,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, grow_buffer
 from mmaccel.policies.kv._ingest import IngestState
-from mmaccel.policies.kv._window import Asked, Look, Pair, Ring, Rows, mean_query, weigh
+from mmaccel.policies.kv._window import Asked, Look, Pair, Ring, Rows, mean_query, some_layers, weigh
 
 
 class StreamMemory(IngestState):
@@ -282,18 +282,27 @@ class StreamMemory(IngestState):
         total = stream_pass.first + stream_pass.count
         first = max(self._first, total - self.window)
         leaving = first - self._first
-        for layer, old in enumerate(self._rings):
-            if layer not in self._fresh:
-                raise ModelError(f"kv: layer {layer} was left out of a pass.")
-            key, value = self._new[layer]
-            fresh, cut = Ring(key, self._fresh[layer], value), leaving * self.stream.unit
-            # Copied: a slice would keep the whole.
-            parts = [fresh] if old is None else [old, fresh]
-            sides = [torch.cat(side, 2) for side in zip(*parts, strict=True)]
+        cut = leaving * self.stream.unit
+        for layers in some_layers(len(self._rings), leaving):
+            gone = list[Pair]()
+            for layer in layers:
+                stream_pass.pause()
+                if layer not in self._fresh:
+                    raise ModelError(f"kv: layer {layer} was left out of a pass.")
+                old, (key, value) = self._rings[layer], self._new[layer]
+                parts = [Ring(key, self._fresh[layer], value)]
+                parts = parts if old is None else [old, *parts]
+                if old is not None and old.key.shape[2] >= cut:
+                    gone.append((old.key[:, :, :cut], old.value[:, :, :cut]))
+                    parts[0] = Ring(*(side[:, :, cut:] for side in old))
+                elif cut:
+                    parts = [Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True)))]
+                    gone.append((parts[0].key[:, :, :cut], parts[0].value[:, :, :cut]))
+                    parts = [Ring(*(side[:, :, cut:] for side in parts[0]))]
+                # Copied, also of one part: a slice would keep the whole.
+                self._rings[layer] = Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True)))
             if leaving:
-                self._gone(layer, self._first, leaving, sides[0][:, :, :cut], sides[2][:, :, :cut])
-                sides = [side[:, :, cut:].clone() for side in sides]
-            self._rings[layer] = Ring(*sides)
+                self._gone(layers, self._first, leaving, gone)
         self._count, self._first = total, first
 
     # The stream as a whole.

@@ -91,6 +91,7 @@ class LiveMemory(TokenMemory):
     def _move(self, stream_pass: StreamPass) -> None:
         super()._move(stream_pass)
         for layer, share in self._scores.items():
+            stream_pass.pause()
             held = self._held[layer]
             assert held is not None
             old = held.column.shape[0] - self.recent * self.stream.unit

@@ -17,9 +17,8 @@ from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
-from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey
+from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey, unit_means
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.store.slabs import in_units
 
 
 class FrameIndex(Index):
@@ -32,9 +31,7 @@ class FrameIndex(Index):
         for side, name in enumerate(sides):
             held = grow_buffer(getattr(self, name), 1, end, fill=0, share=SPARE)
             setattr(self, name, held)
-            for layer, pair in enumerate(pairs):
-                mean = in_units(pair[side][0].float(), self._tokens).mean(2)
-                held[layer, first:end] = mean.transpose(0, 1).flatten(1).to(held.dtype)
+            held[:, first:end] = unit_means(pairs, side, self._tokens)
         self._units, self._ready = end, None
 
     def _known(self) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mmaccel.backends.ops.clusters import gather_units
 from mmaccel.core.memory.kv import grow_buffer
+from mmaccel.policies.kv._index import unit_means
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, pooled, summary
-from mmaccel.policies.kv.store.slabs import in_units
 
 LIFT = 2.0
 """The last coordinate of a point, in root mean square lengths of the first points. Mosaic (V-B) has none (0): angles alone.
@@ -179,12 +179,9 @@ class UnitMeans:
     @torch.no_grad()
     def arrived(self, tokens: int, look: Tensor, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         """New units of `tokens` tokens: see `Index.arrived`. Their means leave for the host."""
-        means = [
-            torch.stack([in_units(pair[side][0].float(), tokens).mean(2) for pair in pairs])
-            for side in (0, 1)
-        ]
-        # [L, G, n, D] to [n, L, G * D].
-        key, value = (mean.permute(2, 0, 1, 3).flatten(2).to(pairs[0][0].dtype) for mean in means)
+        # [L, n, G * D] to [n, L, G * D].
+        kind = pairs[0][0].dtype
+        key, value = (unit_means(pairs, side, tokens).to(kind).transpose(0, 1).contiguous() for side in (0, 1))
         event, sent = None, [look, key, value] if retrieved is None else [look, key, value, retrieved]
         if key.is_cuda:
             sent = [t.to("cpu", non_blocking=True) for t in sent]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,6 @@ from mmaccel.backends.ops.clusters import gather_units, grain_of
 from mmaccel.core.errors import RecipeError, StoreError, check_choice
 from mmaccel.policies.kv.store import saved
 from mmaccel.policies.kv.store.slabs import (
-    SLAB_BYTES,
     Lanes,
     Mark,
     Shape,
@@ -49,7 +49,7 @@ class HostStore:
     cap         bytes of host memory at most; None: as much as the host can spare
     spill       what happens then: see `Spill`
     folder      where files go with spill="disk" (a temporary folder by default); removed by `close`
-    slab_bytes  host memory is taken in pieces of this size
+    slab_bytes  host memory is taken in pieces of this size; None: small ones, so that nothing waits long for one
     together    bytes that it and all other stores of the process take at most; None: no such cap
     lanes       what device work is issued through (for tests)
 
@@ -65,12 +65,12 @@ class HostStore:
         cap: int | None = None,
         spill: Spill = "refuse",
         folder: str | Path | None = None,
-        slab_bytes: int = SLAB_BYTES,
+        slab_bytes: int | None = None,
         together: int | None = None,
         lanes: Lanes | None = None,
     ) -> None:
         for field, number in {**vars(shape), "slab_bytes": slab_bytes}.items():
-            if field != "dtype" and number < 1:
+            if field != "dtype" and number is not None and number < 1:
                 raise RecipeError(f"host store: {field} is {number}; give at least 1.")
         if cap is not None and cap < 0:
             raise RecipeError(f"host store: cap is {cap} bytes; give at least 0, or None.")
@@ -97,36 +97,47 @@ class HostStore:
 
     # Units in and out.
 
-    @torch.no_grad()
     def put(self, layer: int, units: Sequence[int], key: Tensor, value: Tensor) -> list[int]:
-        """Store `units` of a layer; key, value [G, n * P, D] (or with a batch of 1 before), unit after unit.
+        """`put_layers` of one layer."""
+        return self.put_layers([layer], units, [(key, value)])
 
-        Gives the units that were forgotten to make room, in all layers: none unless spill="drop_oldest". A unit that the
+    @torch.no_grad()
+    def put_layers(
+        self, layers: Sequence[int], units: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[int]:
+        """Store `units` of some layers; of each keys and values [G, n * P, D] (or with a batch of 1 before), unit after unit.
+
+        Gives the units that were forgotten to make room, in all layers: none unless spill="drop_oldest". A unit that a
         layer holds already is refused; so are tensors of another size, and whatever does not fit: nothing is stored then.
         """
         self._open()
-        key, value = (self.shape.side(name, t, len(units)) for name, t in (("key", key), ("value", value)))
-        if len(set(units)) < len(units) or any(unit < 0 for unit in units):
+        names, n, L = ("key", "value"), len(units), len(layers)
+        sides = [
+            [self.shape.side(name, pair[side], n) for pair in pairs] for side, name in enumerate(names)
+        ]
+        if len(set(units)) < n or any(unit < 0 for unit in units):
             raise StoreError("host store: units to store are different numbers from 0 on; number each once.")
-        for unit in units:
+        for layer, unit in itertools.product(layers, units):
             if self.table.look(layer, unit) >= 0:
                 raise StoreError(f"host store: layer {layer} holds unit {unit} already; drop it first.")
         if not units:
             return []
         # First what may fail on the device: nothing has been forgotten or noted yet.
-        packed = torch.empty(len(units), *self.shape.unit, dtype=self.shape.dtype, device=self.device)
+        packed = torch.empty(L, n, *self.shape.unit, dtype=self.shape.dtype, device=self.device)
 
         def pack() -> None:
-            for side, tensor in enumerate((key, value)):
-                packed[:, side] = in_units(tensor, self.shape.tokens).transpose(0, 1)
+            for side, tensors in enumerate(sides):
+                rows = tensors[0][None] if L == 1 else torch.stack(tensors)
+                packed[:, :, side] = in_units(rows, self.shape.tokens).transpose(1, 2)
 
         self.lanes.compute.run(pack)
-        gone = self._make_room(len(units), len(units), keep=units)
-        entries = self.slabs.entries(self.table.put(layer, units))
+        gone = self._make_room(L * n, n, keep=units)
+        entries = self.slabs.entries([slot for layer in layers for slot in self.table.put(layer, units)])
         _, began = self._begin(packed)
-        for entry, part in zip(entries, torch.split(packed, [len(one) for one in entries]), strict=True):
+        parts = torch.split(packed.flatten(0, 1), [len(one) for one in entries])
+        for entry, part in zip(entries, parts, strict=True):
             self.lanes.wire.run(partial(entry.copy_, part, non_blocking=True))
-        nbytes = len(units) * self.shape.nbytes
+        nbytes = L * n * self.shape.nbytes
         self._end("seconds_out", began, puts=1, copies_out=len(entries), bytes_out=nbytes)
         return gone
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
-from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store import HostStore, Shape
 
 from .units import LAYERS, UNIT_BYTES, check, contents, fill, open_store
 
@@ -48,6 +48,20 @@ def test_the_next_slab_is_there_before_it_is_needed(monkeypatch: pytest.MonkeyPa
     assert store.counters()["host_bytes"] == 9 * 4 * UNIT_BYTES, "one that is ahead holds nothing yet"
     store.close()
     assert not store.slabs.slabs and store.slabs._ahead is None
+
+
+def test_a_slab_is_pinned_before_a_token_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MiB takes some 0.8 ms. A host of any size is held in pieces that a system can map, and a unit has room."""
+
+    def per(host: int, unit: int = 196, **fields: Any) -> tuple[int, int]:
+        monkeypatch.setattr("mmaccel.policies.kv.store.slabs.host_total", lambda: host)
+        store = HostStore(Shape(2, 4, unit, 128, torch.bfloat16), "cpu", **fields)
+        return store.slabs.slab_bytes >> 20, store.slabs.per
+
+    assert per(256 << 30) == (16, 41) and per(2**62) == (256, 668)
+    assert all((gib << 10) // per(gib << 30)[0] <= 2**14 for gib in (1, 128, 1024, 4096))
+    assert per(64 << 30, spill="disk")[0] == 256, "files are few"
+    assert per(64 << 30, 1 << 14)[1] >= 4 and per(64 << 30, cap=64 << 20)[0] * 4 == 64
 
 
 def test_nobody_holds_the_slabs_that_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,17 @@ frames were `behind`, taken in after the next one had come. A frame is to wait n
 
 `frame` and `largest` say on what the host spent the time: of a frame, mean ms of each part; and of the largest gaps their
 length, when they began, and the parts of all threads within them. A part does not count what it calls if that has a name of
-its own. "compiles" and "captures" are what a kernel or a graph takes that comes for the first time; "gc" is Python's
-collection. `late` are gaps of more than `LATE_MS`.
+its own ("slabs": pinned memory is taken). "compiles" and "captures" are what a kernel or a graph takes that comes for the first time; "gc" is Python's
+collection. `late` are gaps of more than `LATE_MS`. `--profile` prints the functions in which frames alone spend the host's time.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import json
+import pstats
 import sys
 import threading
 import time
@@ -49,6 +51,7 @@ from mmaccel.policies.kv._prefetch import Prefetcher
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.mosaic import ClusterIndex
 from mmaccel.policies.kv.store.host import HostStore
+from mmaccel.policies.kv.store.slabs import Slabs
 
 SPARE_MS, LATE_MS = 3.0, 60.0
 LARGEST = 8
@@ -74,7 +77,8 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (Index, "prepare"),
     ],
     "brings": [(Prefetcher, one) for one in ("recall", "settle")],
-    "puts": [(HostStore, "put")],
+    "slabs": [(Slabs, "grow")],
+    "puts": [(HostStore, "put_layers")],
     "captures": [(replay, "captured")],
 }
 """What a gap is made of: functions by the name under which their time is counted."""
@@ -314,6 +318,15 @@ def alone(session: mmaccel.VideoSession, frames: torch.Tensor, fps: float) -> di
     return row
 
 
+def profiled(session: mmaccel.VideoSession, frames: torch.Tensor, fps: float) -> None:
+    """Print the functions in which the host spends its time in 20 calls of `watch` with one frame each."""
+    with cProfile.Profile() as told:
+        for frame in frames[:20].split(1):
+            session.watch(frame, fps=fps)
+    for order in ("tottime", "cumtime"):
+        pstats.Stats(told).sort_stats(order).print_stats(40)
+
+
 def quantile(values: list[float], share: float) -> float:
     """The value that `share` of all do not pass."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
@@ -330,6 +343,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--before", type=int, default=100, help="frames watched before the first question")
+    parser.add_argument("--profile", action="store_true", help="print where the host's time of frames goes")
     parser.add_argument("--out", type=Path, help="rows, as JSON lines")
     args = parser.parse_args()
     small = args.device == "cpu"
@@ -341,6 +355,8 @@ def main() -> None:
             session.watch(frames.repeat(-(-args.before // 32), 1, 1, 1)[: args.before], fps=args.fps)
             with settled():
                 row = {"kv": kv, **alone(session, frames, args.fps)}
+            if args.profile:
+                profiled(session, frames, args.fps)
             session.ask(words(args.words), args.tokens)  # what a question needs is made and captured
             given = {"fps": args.fps, "seconds": args.seconds, "count": args.words, "tokens": args.tokens}
             with settled():  # as `mmaccel serve` and `mmaccel watch` do

@@ -24,7 +24,7 @@ from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import registry
 from mmaccel.models import causal, deepstack, shards
 from mmaccel.models.install import Hooks
-from mmaccel.models.modules import normed, rotated
+from mmaccel.models.modules import normed
 from mmaccel.models.prompt_layout import (
     LAYERS,
     PIXELS,
@@ -382,23 +382,13 @@ class Family(ModelFamily):
         cos, sin = rotary.forward(like, positions[..., None, :])
         return cos[:, None], sin[:, None]
 
-    def _turns(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> bool:
-        """Whether one kernel rotates `x` in place."""
-        return bool(self.rotate_function) and layer_ops.fusible(x) and x.shape[-1] == angles[0].shape[-1]
-
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        if self._turns(x, angles) and not torch.is_grad_enabled():
-            x = x.clone()
-            self.apply_rope_(x, angles)
-            return x
         size = angles[0].shape[-1]
-        whole = size == x.shape[-1]
-        return (
-            rotated(x, *angles) if whole else torch.cat([rotated(x[..., :size], *angles), x[..., size:]], -1)
-        )
+        turned, rest = layer_ops.rotated(x[..., :size], *angles), x[..., size:]
+        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        if self._turns(x, angles):
+        if self.rotate_function and layer_ops.fusible(x) and x.shape[-1] == angles[0].shape[-1]:
             layer_ops.rotate_(x, *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.apply_rope(x, angles))

@@ -135,12 +135,6 @@ def _turned(
     return query, key
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., D] rotated by angles [..., D], the first half of its coordinates paired with the second."""
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
-
-
 def is_norm(module: nn.Module, family: Any) -> bool:
     """Whether `module` is a norm by the root mean square, with a weight and no more."""
     return type(module).__name__ in family.rms_norms

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmaccel.backends.ops.layer_ops import rotated
 from mmaccel.core.layout import IMAGE, VIDEO, Pace
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
-from mmaccel.models.modules import rotated
 from mmaccel.models.prompt_layout import PIXELS, Budget, Grid, Inputs, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received
 

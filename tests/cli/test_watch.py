@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import mmaccel
+from mmaccel import VideoSession
 from mmaccel.cli.choices import own_options, read_video
 from mmaccel.cli.console import bars
 from mmaccel.core.errors import VideoError, VideoWarning
@@ -102,6 +105,25 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
         import warnings
 
         warnings.warn("max_side= stays", UserWarning, stacklevel=1)
+
+
+def test_no_full_collection_comes_between_tokens(
+    call: Callable[..., tuple[int, str, str]], ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there before the first frame is frozen for the command, and for it alone: a session leaves the user's garbage
+    collector as it is."""
+    seen, watch = list[int](), VideoSession.watch
+    noted = lambda self, *given, **how: (seen.append(gc.get_freeze_count()), watch(self, *given, **how))[1]  # noqa: E731
+    monkeypatch.setattr(VideoSession, "watch", noted)
+    path = write_film(tmp_path / "film.mp4", 6)
+    how = "--live", "--question", "hi", "--model", ov, "--max-new-tokens", 1
+    assert call("watch", path, *how)[0] == 0
+    assert seen and min(seen) > 10_000 and gc.get_freeze_count() == 0
+    with VideoSession(mmaccel.load_model(ov), mmaccel.load_processor(ov), None, kv="mosaic") as session:
+        before = gc.get_threshold(), gc.isenabled()
+        session.watch(torch.zeros(2, 3, 84, 140, dtype=torch.uint8), fps=1.0)
+        session.ask("hi", 1)
+        assert (gc.get_threshold(), gc.isenabled()) == before and seen[-1] == gc.get_freeze_count() == 0
 
 
 def test_ask_takes_a_bare_stream(call: Callable[..., tuple[int, str, str]], ov: str, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_generate(models: Any, name: str) -> None:
 
 
 def test_a_forward_pass_by_itself_is_no_stream(models: Any) -> None:
-    with pytest.raises(RecipeError, match="'offload' is a memory of video streams; call"):
+    with pytest.raises(RecipeError, match="'offload' is a memory of streams; call"):
         models[1](**prompt("llava", PROMPTS["video"]))
 
 

@@ -58,6 +58,17 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.copy_(x * cos[:, None] + turned * sin[:, None])
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [..., D] rotated by angles [..., D], the first half of its coordinates paired with the second: by a copy and one
+    kernel where there is one for x [B, H, n, D] and angles [B or 1, 1, n, D]."""
+    shapes = x.ndim == cos.ndim == 4 and cos.shape[1] == 1
+    if shapes and x.dtype == cos.dtype and fusible(x) and not torch.is_grad_enabled():
+        rotate_(x := x.clone(), cos[:, 0], sin[:, 0])
+        return x
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
 @operator("pointwise", serves=lambda places, pace, scale, dtype: dtype in HALVES and runs_triton(places))
 def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [n, D] of `places` [n] long turning at `pace` [D / 2] float32, once for each half of a head, times

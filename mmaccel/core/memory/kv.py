@@ -198,8 +198,7 @@ class StreamPass:
              its views have a layout then; None: they are dense
     branches  the tree that the rows of an answer are: they stand at their depth, and see their own branches; None: a chain.
              Only where the memory's policy `allows_branches`
-    pause    to be called in the middle of `end_pass` of "units", between two layers: tokens of answers, which read snapshots,
-             may have their turns then
+    pause    to be called between two layers of `end_pass` of "units": lets tokens of answers go, which read snapshots
     """
 
     kind: Literal["head", "units", "proxy", "question", "answer"]
@@ -388,9 +387,7 @@ class StreamPolicy(KVPolicy):
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
-        raise RecipeError(
-            f"kv {self.name!r} is a memory of video streams; call generate, or use a VideoSession."
-        )
+        raise RecipeError(f"kv {self.name!r} is a memory of streams; call generate, or use a VideoSession.")
 
     def for_layers(self, share: float) -> StreamPolicy:
         """The memory of a share of the layers, on one of several devices: it has that share of budgets in bytes."""

@@ -271,15 +271,8 @@ class StreamRunner:
             shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
             look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
             part, rows = adapter.unit_embeds(part, info.moments(adapter.pace, frames)), count * info.unit
-            stream_pass = StreamPass(
-                kind="units",
-                rows=rows,
-                first=first,
-                count=count,
-                times=shown,
-                look=look,
-                pause=adapter.turns.let_tokens,
-            )
+            told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.let_tokens}
+            stream_pass = StreamPass(kind="units", rows=rows, first=first, count=count, **told)
             self.run_pass(state, stream_pass, part.flatten(0, 1), **how)
             done += count
             if "proxy" in self.kv.needs:

@@ -24,7 +24,8 @@ from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import UnitRows
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
-from mmaccel.policies.kv._window import Pair, some_layers
+from mmaccel.policies.kv._ingest import some_layers
+from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store.slabs import in_units, on_device
 
 LEAST = 256

@@ -15,7 +15,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import host_available
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
-from mmaccel.policies.kv._window import Pair, PassState, Ring, some_layers
+from mmaccel.policies.kv._window import Pair, PassState, Ring
 
 SHARE = 0.5
 """Of the memory that is free when an ingestion begins: the rest is for a pass's own values and for the index."""
@@ -25,6 +25,8 @@ RUN = 16
 
 MOST = 1 << 16
 """Units between two bases at most, where their places pass no limit."""
+
+TOGETHER = 64  # units of all layers that are copied at a time beside what they are copied of
 
 
 class Bases:
@@ -113,6 +115,24 @@ def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> 
         free = host_available()
     column = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * stream.dtype.itemsize
     return max(1, int(free * SHARE) // (column * stream.unit))
+
+
+def some_layers(layers: int, units: int) -> list[range]:
+    """All layers, in runs that are worked on at once where each has so many units."""
+    step = max(1, TOGETHER // max(1, units))
+    return [range(first, min(first + step, layers)) for first in range(0, layers, step)]
+
+
+def moved_on(old: Ring | None, fresh: Ring, cut: int) -> tuple[Ring, Ring]:
+    """A window with what is `fresh` behind it and without its first `cut` columns, and a view of these."""
+    parts = [fresh] if old is None else [old, fresh]
+    if parts[0].key.shape[2] < cut:
+        parts = [Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True)))]
+    left, parts[0] = (
+        Ring(*(side[:, :, some] for side in parts[0])) for some in (slice(cut), slice(cut, None))
+    )
+    # Copied, also of one part: a slice would keep the whole.
+    return Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True))), left
 
 
 class IngestState(PassState):

@@ -127,7 +127,6 @@ class ArchivedMemory(StreamMemory):
         self.index.arrived(stream_pass.look, [*self._new.values()], retrieved)
         # Until passes retrieve, the host clusters what came before while the device still computes this one.
         self.index.digest(keep=1)
-        stream_pass.pause()
         super()._move(stream_pass)
 
     def _gone(self, layers: Sequence[int], first: int, count: int, pairs: Sequence[Pair]) -> None:

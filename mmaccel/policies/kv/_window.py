@@ -32,8 +32,6 @@ Look = tuple[Tensor, int]
 OWN = 1 / 6
 """What is left of a row by itself behind all layers (`Rows.reached`); measured, see lab/LOG.md."""
 
-TOGETHER = 64  # units of all layers that are copied at a time beside what they are copied of
-
 WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 
 
@@ -273,12 +271,6 @@ def words_of(stream_pass: StreamPass) -> tuple[int, int]:
         if stream_pass.words[1] > stream_pass.words[0]
         else (stream_pass.pending, stream_pass.rows)
     )
-
-
-def some_layers(layers: int, units: int) -> Iterator[range]:
-    """All layers, in runs that are worked on at once where each has so many units."""
-    step = max(1, TOGETHER // max(1, units))
-    return (range(first, min(first + step, layers)) for first in range(0, layers, step))
 
 
 def mean_query(query: Tensor, stream_pass: StreamPass) -> Tensor:

@@ -15,8 +15,8 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, grow_buffer
-from mmaccel.policies.kv._ingest import IngestState
-from mmaccel.policies.kv._window import Asked, Look, Pair, Ring, Rows, mean_query, some_layers, weigh
+from mmaccel.policies.kv._ingest import IngestState, moved_on, some_layers
+from mmaccel.policies.kv._window import Asked, Look, Pair, Ring, Rows, mean_query, weigh
 
 
 class StreamMemory(IngestState):
@@ -289,18 +289,10 @@ class StreamMemory(IngestState):
                 stream_pass.pause()
                 if layer not in self._fresh:
                     raise ModelError(f"kv: layer {layer} was left out of a pass.")
-                old, (key, value) = self._rings[layer], self._new[layer]
-                parts = [Ring(key, self._fresh[layer], value)]
-                parts = parts if old is None else [old, *parts]
-                if old is not None and old.key.shape[2] >= cut:
-                    gone.append((old.key[:, :, :cut], old.value[:, :, :cut]))
-                    parts[0] = Ring(*(side[:, :, cut:] for side in old))
-                elif cut:
-                    parts = [Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True)))]
-                    gone.append((parts[0].key[:, :, :cut], parts[0].value[:, :, :cut]))
-                    parts = [Ring(*(side[:, :, cut:] for side in parts[0]))]
-                # Copied, also of one part: a slice would keep the whole.
-                self._rings[layer] = Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True)))
+                key, value = self._new[layer]
+                ring, left = moved_on(self._rings[layer], Ring(key, self._fresh[layer], value), cut)
+                self._rings[layer] = ring
+                gone.append((left.key, left.value))
             if leaving:
                 self._gone(layers, self._first, leaving, gone)
         self._count, self._first = total, first

@@ -181,7 +181,9 @@ class UnitMeans:
         """New units of `tokens` tokens: see `Index.arrived`. Their means leave for the host."""
         # [L, n, G * D] to [n, L, G * D].
         kind = pairs[0][0].dtype
-        key, value = (unit_means(pairs, side, tokens).to(kind).transpose(0, 1).contiguous() for side in (0, 1))
+        key, value = (
+            unit_means(pairs, side, tokens).to(kind).transpose(0, 1).contiguous() for side in (0, 1)
+        )
         event, sent = None, [look, key, value] if retrieved is None else [look, key, value, retrieved]
         if key.is_cuda:
             sent = [t.to("cpu", non_blocking=True) for t in sent]

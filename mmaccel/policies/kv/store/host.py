@@ -16,15 +16,7 @@ from torch import Tensor
 from mmaccel.backends.ops.clusters import gather_units, grain_of
 from mmaccel.core.errors import RecipeError, StoreError, check_choice
 from mmaccel.policies.kv.store import saved
-from mmaccel.policies.kv.store.slabs import (
-    Lanes,
-    Mark,
-    Shape,
-    Slabs,
-    SlotTable,
-    in_units,
-    on_device,
-)
+from mmaccel.policies.kv.store.slabs import Lanes, Mark, Shape, Slabs, SlotTable, in_units, on_device
 
 Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
@@ -105,15 +97,16 @@ class HostStore:
     def put_layers(
         self, layers: Sequence[int], units: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> list[int]:
-        """Store `units` of some layers; of each keys and values [G, n * P, D] (or with a batch of 1 before), unit after unit.
+        """Store `units` of `layers`, keys and values [G, n * P, D] of each (or with a batch of 1 before), unit after unit.
 
         Gives the units that were forgotten to make room, in all layers: none unless spill="drop_oldest". A unit that a
         layer holds already is refused; so are tensors of another size, and whatever does not fit: nothing is stored then.
         """
         self._open()
-        names, n, L = ("key", "value"), len(units), len(layers)
+        n, L = len(units), len(layers)
         sides = [
-            [self.shape.side(name, pair[side], n) for pair in pairs] for side, name in enumerate(names)
+            [self.shape.side(name, x, n) for x in some]
+            for name, some in zip(("key", "value"), zip(*pairs, strict=True), strict=True)
         ]
         if len(set(units)) < n or any(unit < 0 for unit in units):
             raise StoreError("host store: units to store are different numbers from 0 on; number each once.")

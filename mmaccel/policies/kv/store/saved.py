@@ -111,3 +111,14 @@ def read(store: Any, folder: Path, end: int) -> None:
 def _checksum(kept: Tensor) -> int:
     raw: Any = kept.contiguous().view(-1).view(torch.uint8).numpy()
     return zlib.crc32(raw)
+
+
+def occupy(path: Path, nbytes: int) -> None:
+    """A file of `nbytes` bytes whose room on the disk is taken: a map of a file with holes could fail at any write."""
+    with path.open("xb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return
+        left, zeros = nbytes, bytes(2**20)
+        while left:
+            left -= file.write(zeros[:left])

@@ -22,17 +22,15 @@ from torch import Tensor
 
 from mmaccel.core.errors import StoreError
 from mmaccel.core.memory.buffers import host_available, host_total
+from mmaccel.policies.kv.store import saved
 
 SLAB_BYTES = 16 * 2**20
-"""A power of two, for the allocator of pinned memory rounds up to one. While a piece is pinned, the driver lets nobody else
-on: for some 0.8 ms a MiB (H100), which a token of an answer waits."""
-PIECES = 2**14
-"""So many slabs a whole host takes at most, and files are of 256 MiB: a system maps 65,530 pieces for a process."""
-FILE_BYTES = 256 * 2**20
+"""A power of two, for the allocator of pinned memory rounds up to one. While a slab is pinned, for some 0.8 ms a MiB (H100),
+the driver lets nobody else on, no token of an answer either."""
+PIECES, FILE_BYTES = 2**14, 256 * 2**20
+"""Slabs of a whole host at most, and the size of files: a system maps 65,530 pieces for a process."""
 LEAST = 64
 """Slots of a slab at least, where files are made of them."""
-MOST = 2**42
-"""More bytes of memory than a host has, where it is not known how many."""
 SPARE = 1 / 16
 """The share of the host's memory that is left to everything else."""
 SHARES = 64
@@ -101,7 +99,7 @@ class Slabs:
         if slab_bytes is None:
             slab_bytes = FILE_BYTES if disk else SLAB_BYTES
             # Units that do not fill a slab leave an eighth of it empty at most.
-            while slab_bytes < max(min(host_total(), MOST) // PIECES, 8 * shape.nbytes):
+            while slab_bytes < max(min(host_total(), 2**42) // PIECES, 8 * shape.nbytes):
                 slab_bytes *= 2
         # Files take slabs of the same size, and should be few.
         least = min(slab_bytes, LEAST * shape.nbytes) if disk else shape.nbytes
@@ -237,7 +235,7 @@ class Slabs:
         path = self.folder / f"slab-{os.getpid()}-{id(self):x}-{len(self.files):05d}.bin"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _occupy(path, self.slab_bytes)
+            saved.occupy(path, self.slab_bytes)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise StoreError(
@@ -258,17 +256,6 @@ class Slabs:
 _open: weakref.WeakSet[Slabs] = weakref.WeakSet()
 _taking = threading.RLock()
 """Held while memory is taken, so that stores of several threads do not take the same twice."""
-
-
-def _occupy(path: Path, nbytes: int) -> None:
-    """A file of `nbytes` bytes whose room on the disk is taken: a map of a file with holes could fail at any write."""
-    with path.open("xb") as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            return
-        left, zeros = nbytes, bytes(2**20)
-        while left:
-            left -= file.write(zeros[:left])
 
 
 def _remove(files: list[Path], folders: list[Path]) -> None:

@@ -24,7 +24,6 @@ from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import decode, loading
 from mmaccel.models.decode import Buffers, Held, Part
-from mmaccel.models.layer_step import layer_steps
 from mmaccel.models.runner import HFRunner
 
 PLACES = 4096
@@ -38,6 +37,8 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
         return "its prompt is pruned, and each layer has columns of its own"
     if state is not None and not state.in_place:
         return "its memory is not written in place"
+    if family.states(model):
+        return "its layers carry a running state"
     if not decode.admits(model, family, cache, also=("cpu",)):
         return "its layers are not of a kind that a shared step computes"
     home, dtype = home_of(model), next(model.parameters()).dtype
@@ -133,7 +134,7 @@ class StepsTogether:
             return
         self._places = max(PLACES, 1 << (places - 1).bit_length())
         family, model = self.family, self.model
-        words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        words: Any = model.get_input_embeddings()  # type: ignore[operator]
         home = words.weight.device
         line = torch.arange(self._places, device=home)
         angles = family.angles(model, line.expand(3, -1) if family.mrope else line, like[0][0].dtype)
@@ -142,10 +143,9 @@ class StepsTogether:
         for device in {device for device, _ in cuts}:
             self._replays.setdefault(device, Replays(device)).under(self._places)
         self._parts, self._layers, self._shown = [], [numbers for _, numbers in cuts], []
-        layers: list[Any] = list(family.layers(model))
         for number, (device, numbers) in enumerate(cuts):
-            ends = (family.text(model).norm, head) if number == len(cuts) - 1 else None
-            steps = layer_steps([layers[n] for n in numbers], family, None if ends is None else ends[0])
+            ends = decode.ends_of(model, family) if number == len(cuts) - 1 else None
+            steps = decode.part_steps(model, family, numbers, ends is not None)
             held = [Held(0, rope.to(device))] * len(numbers)
             short = torch.arange(WINDOW, device=device)[None]
             first = words if number == 0 else None

@@ -317,10 +317,15 @@ def test_times_that_a_tokenizer_writes_in_unlike_numbers_are_refused(monkeypatch
         one.watch(film(8, "qwen3_vl"), fps=FPS)
 
 
-def test_running_states_come_back_after_errors_questions_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_running_states_come_back_after_errors_questions_and_drafts(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A watch that fails in a pass, a question that fails, and drafted tokens that are not taken leave nothing behind."""
     kind, kv = "qwen3_5", TIGHT["rekv"]
     frames = film(20, kind)
+    if captured:
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
     with session(kind, kv) as quiet, session(kind, kv, draft=Echo()) as one:
         for each in (quiet, one):
             each.watch(frames[:24], fps=FPS)
@@ -367,7 +372,10 @@ def test_a_stored_video_under_a_pattern(kind: str) -> None:
     assert sparse_[1] is not None and 0 < sparse_[1] < 1 and (dense[0] - sparse_[0]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "perception_lm", "glm46v"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_vl", "internvl", "perception_lm", "glm46v", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe"],
+)
 @pytest.mark.parametrize("kv", ["rekv", "streammem", "full"])
 def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""

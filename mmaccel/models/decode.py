@@ -157,22 +157,21 @@ class Part:
         count: int,
         width: int,
         branches: Branches | None,
-        seats: Seats | None = None,
-        base: int = 0,
+        carried: tuple[Seats, tuple[int, ...]] | None = None,
     ) -> Tensor:
         """What it makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits [1, width, V]
-        or hidden states, in a tensor that the next call writes over. `seats`: of running states, which have taken in `base`
-        columns."""
+        or hidden states, in a tensor that the next call writes over. `carried`: seats of running states, and what
+        `delta_rows` is told."""
         room, tree, sees = self.replays.room, branches is not None, None
         shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
         place, start = room("given", shape, given.dtype), room("start", (1, 1), torch.long)
         # From another device: its stream is waited for, and the host is not.
         (place[:, :count] if given.dtype == torch.long else place).copy_(given)
         start.fill_(held)
-        carried = None
-        if seats is not None:
-            own = room("base", (1,), torch.long).fill_(base), room("seat", (1,), torch.long)
-            carried = Carried(start[0], *own, list(zip(seats.journals, seats.states, strict=True)))
+        carries = None
+        if carried is not None:
+            told = room("told", (1, 4), torch.long).copy_(torch.tensor([carried[1]]))
+            carries = Carried(told, carried[0].each())
         depth = room("depth", (1, width), torch.long)
         if branches is not None:
             sees = room("sees", (width,), torch.long)
@@ -181,7 +180,7 @@ class Part:
 
         def work() -> tuple[Tensor, ...]:
             columns = start + self.line[:, :width]
-            return (self(place, columns, start + depth if tree else columns, sees, carried),)
+            return (self(place, columns, start + depth if tree else columns, sees, carries),)
 
         return self.replays((self.number, width, tree), work, lasting=False)[0]
 
@@ -221,12 +220,12 @@ class SequenceSteps:
         """Logits [1, n, V] of `ids` [1, n] after the columns of `state`, which are `delta` behind their positions, and of
         the running states `carried`."""
         held, count = state.length(), ids.shape[1]
-        out, parts, base = ids, self.lay(state, delta, width), 0
+        out, parts, own = ids, self.lay(state, delta, width), None
         if carried:
             self._seats = self._seats or Seats([one.module for one in carried])
-            _, base = self._seats.of(carried, count)
+            own = self._seats, self._seats.of(carried, count)
         for part in parts:
-            out = part.run(out, held, count, width, branches, self._seats, base)
+            out = part.run(out, held, count, width, branches, own)
             if part.looks is not None:
                 assert isinstance(state, PrunedKVState)
                 self._look(state, part, part.looks, held, count)

@@ -34,12 +34,10 @@ class Rows(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Where the running states of B sequences are in a step: `start`, `base`, `seat` [B] as `delta_rows` takes them, and
-    journals and states (`recurrent.Seats`) of each layer that has one."""
+    """Where the running states of B sequences are in a step: what `delta_rows` is `told` [B, 4], and the journals and states
+    (`recurrent.Seats`) of each layer that has one."""
 
-    start: Tensor
-    base: Tensor
-    seat: Tensor
+    told: Tensor
     layers: Sequence[tuple[Tensor, Tensor]]
 
 
@@ -89,8 +87,8 @@ class StateStep(_Step):
         made, gate = (project(x, self.before, some) for some in (self.enters, self.gate))
         journal, state = carried.layers[self.number]
         conv, decay, shift, gain, eps = recurrent.weights_of(self.own)
-        where = carried.start, carried.base, carried.seat, journal, state
-        return self.finish(x, delta_rows(made, gate, conv, decay, shift, gain, eps, *where))
+        out = delta_rows(made, gate, conv, decay, shift, gain, eps, carried.told, journal, state)
+        return self.finish(x, out)
 
 
 class LayerStep(_Step):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from mmaccel.backends.ops.delta import LAG, delta_rows
+from mmaccel.backends.ops.delta import delta_rows
 from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams.parts import RunningStates
@@ -28,6 +28,9 @@ from mmaccel.models.install import Hooks, shared_hooks
 
 NAMES = "running conv", "running state"
 """Of the two parts of a state, where it is saved."""
+
+LAG = 16
+"""Rows that a state in a seat lags behind at most, once its sequence goes back by more than the last step."""
 
 REACH = 128
 """Rows that a sequence can be rolled back at least, once its prompt has been read."""
@@ -55,7 +58,7 @@ class Recurrent(LinearAttentionLayer):
         self._marks: list[_Mark] = []
         self._again = False
         self.seats: Seats | None = None
-        self._seat, self._base = (0, 0), 0
+        self._seat, self._base, self._lag = (0, 0), 0, 0
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the seat, after so many columns
 
     def sit(self, seats: Seats, layer: int, number: int) -> None:
@@ -71,23 +74,22 @@ class Recurrent(LinearAttentionLayer):
             state.copy_(self.recurrent_states[0][0])  # type: ignore[index]
         self._copies = [(self._base, state.clone())]
 
-    def enter(self, count: int) -> int:
-        """A step of `count` rows comes: how many columns the state in the seat has taken in before it."""
-        base, self._base = self._base, max(self._base, self.length - LAG)
+    def enter(self, count: int) -> tuple[int, int, int, int]:
+        """A step of `count` rows comes: what `delta_rows` is told."""
+        start, base, self._base = self.length, self._base, max(self._base, self.length - self._lag)
         if self._base - self._copies[-1][0] > REACH:
             self._copies = [self._copies[-1], (base, self._room()[1].clone())]
         self.length += count
-        return base
+        return start, base, self._base, self._seat[1]
 
     def leave(self) -> None:
         """Leave the seat, if it has one: the state takes in all columns."""
         if self.seats is None:
             return
         journal, state = self._room()
-        start, base = (torch.tensor([n], device=state.device) for n in (self.length, self._base))
         none, gate = journal[:0], journal.new_empty(0, state.shape[0] * state.shape[2])
-        here = torch.zeros_like(start), journal[None], state[None]
-        delta_rows(none, gate, *weights_of(self.module), start, base, *here, lag=0)
+        told = torch.tensor([[self.length, self._base, self.length, 0]], device=state.device)
+        delta_rows(none, gate, *weights_of(self.module), told, journal[None], state[None])
         taps = self.module.conv_kernel_size
         conv = journal[self._last(journal, taps), : self.module.conv_dim].T[None]
         self.seats, self._marks = None, []
@@ -134,6 +136,7 @@ class Recurrent(LinearAttentionLayer):
             return
         if self.seats is not None and length >= self._copies[0][0]:
             if length < self._base:
+                self._lag = min(max(self._lag, self._base - length), LAG)
                 while self._copies[-1][0] > length:
                     self._copies.pop()
                 self._base, kept = self._copies[-1]
@@ -204,8 +207,8 @@ class Seats:
         self.journals, self.states = list[Tensor](), list[Tensor]()
         self.owners = list[Callable[[], Any]]()  # of each seat the sequence's first layer, or None
 
-    def of(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int]:
-        """The seat of a sequence with these layers, of which a step of `count` rows comes; what `Recurrent.enter` gives."""
+    def of(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
+        """What `delta_rows` is told of a sequence with these layers, of which a step of `count` rows comes."""
         held = [one() for one in self.owners]
         number = held.index(layers[0]) if layers[0] in held else None
         if number is None or any(one.seats is not self for one in layers):
@@ -214,8 +217,12 @@ class Seats:
             self.owners[number] = ref(layers[0])
             for layer, one in enumerate(layers):
                 one.sit(self, layer, number)
-        (base,) = {one.enter(count) for one in layers}
-        return number, base
+        (told,) = {one.enter(count) for one in layers}
+        return told
+
+    def each(self) -> list[tuple[Tensor, Tensor]]:
+        """Journals and states of each layer."""
+        return list(zip(self.journals, self.states, strict=True))
 
     def _grown(self) -> int:
         """The first of as many free seats as there are taken ones."""

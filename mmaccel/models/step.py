@@ -119,13 +119,9 @@ class StreamSteps:
 
     def _carried(self, layers: list[Recurrent], count: int) -> Carried:
         assert self._seats is not None
-        start = layers[0].length
-        number, base = self._seats.of(layers, count)
-        first, taken, seat = (
-            self._replays.room(name, (1,), torch.long).fill_(value)
-            for name, value in (("first", start), ("base", base), ("seat", number))
-        )
-        return Carried(first, taken, seat, list(zip(self._seats.journals, self._seats.states, strict=True)))
+        told = torch.tensor([self._seats.of(layers, count)])
+        place = self._replays.room("told", (1, 4), torch.long).copy_(told)
+        return Carried(place, self._seats.each())
 
     def answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
         """[n, E] final hidden states of answers on several streams, run as one; errors of those that failed, by number."""

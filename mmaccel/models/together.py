@@ -24,6 +24,8 @@ from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import decode, loading
 from mmaccel.models.decode import Buffers, Held, Part
+from mmaccel.models.layer_step import Carried
+from mmaccel.models.recurrent import Recurrent, Seats
 from mmaccel.models.runner import HFRunner
 
 PLACES = 4096
@@ -37,8 +39,6 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
         return "its prompt is pruned, and each layer has columns of its own"
     if state is not None and not state.in_place:
         return "its memory is not written in place"
-    if family.states(model):
-        return "its layers carry a running state"
     if not decode.admits(model, family, cache, also=("cpu",)):
         return "its layers are not of a kind that a shared step computes"
     home, dtype = home_of(model), next(model.parameters()).dtype
@@ -86,6 +86,9 @@ class StepsTogether:
         self._layers: list[list[int]] = []
         self._replays: dict[torch.device, Replays] = {}
         self._places, self._shown = 0, list[ref[Laid]]()
+        states = [*runner.family.states(runner.model).values()]
+        self._seats = Seats(states) if states else None
+        self._nobody = [Recurrent(one) for one in states]
 
     @staticmethod
     def of(runner: Any, known: Sequence[StepsTogether] = ()) -> StepsTogether | None:
@@ -112,8 +115,9 @@ class StepsTogether:
             count, width = _padded(count), _padded(width)
         self._show(laid, count)
         out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
+        told = self._told(runners, ids, count)
         for part in self._parts:
-            out = self._run(part, out, starts, count, width)
+            out = self._run(part, out, starts, told, count, width)
         made = out[: len(runners)].clone()
         if not self._parts[0].replays.works:
             self._hide()
@@ -179,8 +183,27 @@ class StepsTogether:
             part.buffers = []
         self._shown = []
 
+    def _told(self, runners: Sequence[HFRunner], ids: Sequence[Tensor], count: int) -> Carried | None:
+        """Where running states are, of `count` sequences with those that are not there; None: there are none."""
+        if self._seats is None:
+            return None
+        some = [
+            self._seats.of([*runner.cache.states.values()], own.shape[1])
+            for runner, own in zip(runners, ids, strict=True)
+        ]
+        if count > len(some):
+            some += [self._seats.of(self._nobody, 0)] * (count - len(some))
+        room = self._parts[0].replays.room("told", (MOST, 4), torch.long)[:count]
+        return Carried(room.copy_(torch.tensor(some)), self._seats.each())
+
     def _run(
-        self, part: Part, given: Tensor, starts: list[tuple[int, int]], count: int, width: int
+        self,
+        part: Part,
+        given: Tensor,
+        starts: list[tuple[int, int]],
+        told: Carried | None,
+        count: int,
+        width: int,
     ) -> Tensor:
         """What a part makes of `given`, ids [B, width] or hidden states [count * width, E]: hidden states or logits [count,
         width, V], in a tensor that the next call writes over. `starts`: columns of each sequence, and how far positions are
@@ -194,9 +217,10 @@ class StepsTogether:
 
         def work() -> tuple[Tensor, ...]:
             columns = at[:, :1] + part.line[:, :width]
-            return (part(place, columns, columns + at[:, 1:]),)
+            return (part(place, columns, columns + at[:, 1:], carried=told),)
 
-        return part.replays((part.number, count, width), work, lasting=False)[0]
+        seats = 0 if self._seats is None else len(self._seats.owners)
+        return part.replays((part.number, count, width, seats), work, lasting=False)[0]
 
 
 def sharing(model: nn.Module) -> nn.Module:

@@ -31,7 +31,7 @@ from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.clusters import Late, Lists, Own
 from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
-from mmaccel.backends.triton import decode, pointwise, stream
+from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
 from mmaccel.backends.triton.prefill import attend, estimate, hopper_launch, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.backends.triton.prefill.kernel import Work
@@ -231,6 +231,21 @@ def turned() -> None:
     decode.rope_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
 
 
+def carried(n: int, dtype: torch.dtype = BF16) -> None:
+    """A running state at the shape of a 9B model."""
+    width = 3 * 2048 + 2048 + 64
+    rows, gate, journal = (blank(*size, dtype=dtype) for size in ((n, width), (n, 4096), (1, 416, width)))
+    conv, rates, gain = blank(8192, 4, dtype=dtype), blank(32, dtype=dtype), blank(128, dtype=dtype)
+    state = blank(1, 32, 128, 128, dtype=torch.float32)
+    delta.delta_rows(rows, gate, conv, rates, rates, gain, 1e-6, zeros(1, 4), journal, state)
+
+
+def mixed(n: int) -> None:
+    """Eight of 128 experts at the shape of a 30B model."""
+    weights = blank(128, 2 * 768, 2048), blank(128, 2048, 768)
+    experts.expert_rows(blank(n, 2048), zeros(n, 8), blank(n, 8), *weights)
+
+
 def indexed() -> None:
     """All that makes plans and lists."""
     query, key = (blank(1, n, h, 128).transpose(1, 2) for n, h in ((64, 28), (N, 4)))
@@ -333,6 +348,10 @@ WAYS: dict[str, Callable[[], None]] = {
     "decode each 4": partial(each, 4),
     "decode each fp32": partial(each, 1, torch.float32),
     "decode turn": turned,
+    "carried state 1": partial(carried, 1),
+    "carried state 8": partial(carried, 8),
+    "carried state fp32": partial(carried, 1, torch.float32),
+    "carried experts": partial(mixed, 2),
     **{
         f"project {make.__name__} {kind} {count}": partial(make, count, kind)
         for make, kinds in ((projected, WEIGHTS), (passed, ("up", "down")))

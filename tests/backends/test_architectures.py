@@ -23,7 +23,7 @@ from .test_triton import run
 
 pytest.importorskip("triton")
 CUDA = torch.device("cuda")
-GROUPS = ("attend", "hopper", "decode", "project", "index", "stream", "pointwise")
+GROUPS = ("attend", "hopper", "decode", "carried", "project", "index", "stream", "pointwise")
 
 
 def compiled(*arguments: str) -> list[str]:

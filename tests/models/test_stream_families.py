@@ -374,7 +374,16 @@ def test_a_stored_video_under_a_pattern(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["qwen3_vl", "internvl", "perception_lm", "glm46v", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe"],
+    [
+        "qwen3_vl",
+        "internvl",
+        "perception_lm",
+        "glm46v",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl_moe",
+        "glm4v_moe",
+    ],
 )
 @pytest.mark.parametrize("kv", ["rekv", "streammem", "full"])
 def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,6 @@ from torch.nn import functional
 from mmaccel.backends.ops.layer_ops import rms_norm
 from mmaccel.backends.ops.operator import operator, runs_triton_in_float32
 
-LAG = 8
-"""Rows before a step's own that its state has not taken in yet: sequences go back by so few at no cost."""
-
 
 @operator(
     "delta",
@@ -27,34 +24,30 @@ def delta_rows(
     shift: Tensor,
     gain: Tensor,
     eps: float,
-    start: Tensor,
-    base: Tensor,
-    seat: Tensor,
+    told: Tensor,
     journal: Tensor,
     state: Tensor,
-    lag: int = LAG,
 ) -> Tensor:
     """New rows of B sequences through convolution, gated delta rule, norm and gate, as the modules of transformers round.
 
     A state lags behind. What it has not taken in yet is computed anew from the journal, which holds rows as the projection
     gave them: a sequence is rolled back by an earlier `start`, and rows of padding, behind all others, leave no trace.
 
+    told     [B, 4] long. `start`: the first new column; `base`: how many columns, the first ones, the state has taken in;
+             `upto`: how many it takes in now, at most `start`; `seat`: which of the journals and states are the sequence's
     rows     [B * n, W], the columns ``start .. start + n - 1`` of each: queries and keys of G heads of K, values of H heads
              of V, then for each of the H how much is written, and how fast it decays. They are written to the journal
     gate     [B * n, H * V]; conv [W - 2 H, taps]; decay, shift [H] (`A_log`, `dt_bias`); gain [V] and `eps` of the norm
-    start, base, seat  [B] long: the first new column; how many columns, the first ones, the state has taken in; which of the
-             journals and states are the sequence's
     journal  [S, R, W]: column c is row c % R; zeros before column 0
-    state    [S, H, K, V] float32. It takes in the columns before ``start - lag``
+    state    [S, H, K, V] float32
 
     Gives [B * n, H * V].
     """
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    weights = conv, decay, shift
-    # Off a device: nothing waits.
-    for at, (first, taken, own) in enumerate(zip(*(x.tolist() for x in (start, base, seat)), strict=True)):
-        some = slice(at * len(rows) // len(start), (at + 1) * len(rows) // len(start))
-        said = _ruled(rows[some], *weights, first, taken, journal[own], state[own], lag)
+    n = len(rows) // len(told)
+    for at, (*when, seat) in enumerate(told.tolist()):  # off a device: nothing waits
+        some = slice(at * n, (at + 1) * n)
+        said = _ruled(rows[some], conv, decay, shift, when, journal[seat], state[seat])
         normed = rms_norm.plain(said.to(gate.dtype), gain, eps)
         out[some] = (normed * functional.silu(gate[some].float()).view_as(normed)).flatten(1)
     return out
@@ -65,14 +58,13 @@ def _ruled(
     conv: Tensor,
     decay: Tensor,
     shift: Tensor,
-    first: int,
-    taken: int,
+    when: list[int],
     journal: Tensor,
     state: Tensor,
-    lag: int,
 ) -> Tensor:
     """[n, H, V] float32 of one sequence, without norm and gate."""
-    (heads, K, V), taps, here, end = state.shape, conv.shape[1], journal.shape[0], first + len(rows)
+    (heads, K, V), taps, here, (first, taken, upto) = state.shape, conv.shape[1], journal.shape[0], when
+    end = first + len(rows)
     journal[torch.arange(first, end, device=rows.device) % here] = rows
     out = rows.new_zeros(len(rows), heads, V, dtype=torch.float32)
     if end == taken:
@@ -95,7 +87,7 @@ def _ruled(
         now += key[at, :, :, None] * (missing * write[at, :, None])[:, None]
         if column >= first:
             out[column - first] = (now * query[at, :, :, None]).sum(1) * K**-0.5
-        if column + 1 == first - lag:
+        if column + 1 == upto:
             state.copy_(now)
     return out
 

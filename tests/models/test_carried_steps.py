@@ -17,8 +17,9 @@ from mmaccel.models import decode, recurrent, step
 from mmaccel.models.attention import cache_of
 from mmaccel.models.recurrent import Recurrent, Seats
 from mmaccel.models.runner import HFRunner
-from mmaccel.models.tiny import Sampler
 from mmaccel.policies.draft import Sequential
+from mmaccel_lab import world
+from mmaccel_lab.train import pixels
 from tests.core.test_replay import Repeated
 from tests.models.test_hybrid import PIECES, Echo
 from tests.models.tiny_random import prompt, sampler
@@ -128,7 +129,11 @@ def test_a_recipe_decodes_by_them(
 def test_the_trained_hybrid_says_what_it_said(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mmaccel.load_model("tiny-hybrid", device="cpu")
     model.generation_config.eos_token_id = None
-    inputs = Sampler(adapter_for(model), type(model)).prompt(model.config, PIECES, 0)
+    pytest.importorskip("torchvision", reason="Qwen3-VL's processor needs torchvision")
+    table = world.World.generate(3, 40).table()
+    shown = world.render(table, pixels.NATIVE_HEIGHT, pixels.NATIVE_WIDTH)
+    asked = "what colour was the star ? what colour was the star ?"
+    inputs = dict(mmaccel.load_processor("tiny-hybrid").chat(asked, videos=shown, fps=1.0))
     told = {"max_new_tokens": 24, "do_sample": False}
     want = model.generate(**inputs, **told)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))

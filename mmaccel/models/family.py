@@ -386,10 +386,8 @@ class Family(ModelFamily):
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         size = angles[0].shape[-1]
-        whole = size == x.shape[-1]
-        return (
-            rotated(x, *angles) if whole else torch.cat([rotated(x[..., :size], *angles), x[..., size:]], -1)
-        )
+        turned = rotated(x[..., :size], *angles)
+        return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         if self.rotate_function and layer_ops.fusible(x) and x.shape[-1] == angles[0].shape[-1]:

@@ -232,18 +232,12 @@ def turned() -> None:
 
 
 def carried(n: int, dtype: torch.dtype = BF16) -> None:
-    """A running state at the shape of a 9B model."""
-    width = 3 * 2048 + 2048 + 64
-    rows, gate, journal = (blank(*size, dtype=dtype) for size in ((n, width), (n, 4096), (1, 416, width)))
+    """A running state at the shape of a 9B model; eight of 128 experts."""
+    rows, gate, journal = (blank(*size, dtype=dtype) for size in ((n, 8256), (n, 4096), (1, 416, 8256)))
     conv, rates, gain = blank(8192, 4, dtype=dtype), blank(32, dtype=dtype), blank(128, dtype=dtype)
     state = blank(1, 32, 128, 128, dtype=torch.float32)
     delta.delta_rows(rows, gate, conv, rates, rates, gain, 1e-6, zeros(1, 4), journal, state)
-
-
-def mixed(n: int) -> None:
-    """Eight of 128 experts at the shape of a 30B model."""
-    weights = blank(128, 2 * 768, 2048), blank(128, 2048, 768)
-    experts.expert_rows(blank(n, 2048), zeros(n, 8), blank(n, 8), *weights)
+    experts.expert_rows(blank(n, E), zeros(n, 8), blank(n, 8), blank(128, 1536, E), blank(128, E, 768))
 
 
 def indexed() -> None:
@@ -348,10 +342,8 @@ WAYS: dict[str, Callable[[], None]] = {
     "decode each 4": partial(each, 4),
     "decode each fp32": partial(each, 1, torch.float32),
     "decode turn": turned,
-    "carried state 1": partial(carried, 1),
-    "carried state 8": partial(carried, 8),
-    "carried state fp32": partial(carried, 1, torch.float32),
-    "carried experts": partial(mixed, 2),
+    "carried": partial(carried, 1),
+    "carried fp32": partial(carried, 1, torch.float32),
     **{
         f"project {make.__name__} {kind} {count}": partial(make, count, kind)
         for make, kinds in ((projected, WEIGHTS), (passed, ("up", "down")))

@@ -21,7 +21,10 @@ from mmaccel.policies.draft import Sequential
 from mmaccel_lab import world
 from mmaccel_lab.train import pixels
 from tests.core.test_replay import Repeated
+from tests.models.streams import logits
 from tests.models.test_hybrid import PIECES, Echo
+from tests.models.test_stream_families import CLOSE, FPS, QUESTION, TIGHT, film, session
+from tests.models.test_stream_families import pair as stream_pair
 from tests.models.tiny_random import prompt, sampler
 
 KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe"]
@@ -155,6 +158,37 @@ def test_a_seat_is_given_to_the_next_sequence() -> None:
     del other, layer
     gc.collect()
     assert seats.of(one, 1) == (4, 4, 4, 1) and len(seats.owners) == 2
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "perception_lm", "glm46v", *KINDS])
+@pytest.mark.parametrize("kv", ["rekv", "streammem", "full"])
+def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
+    model, _ = stream_pair(kind)
+    before, run, seen = {}, step.StreamSteps.run, []
+
+    def noted(steps: Any, given: Any, embeds: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(len(embeds))
+        return run(steps, given, embeds, *rest)
+
+    monkeypatch.setattr(step.StreamSteps, "run", noted)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name and weight.ndim == 1:
+                before[name] = weight.clone()
+                weight.uniform_(0.5, 1.5)
+    try:
+        with session(kind, TIGHT[kv]) as one:
+            one.watch(film(12, kind), fps=FPS)
+            by_modules = logits(one, QUESTION), one.ask(QUESTION, 6).ids
+            assert not seen
+            monkeypatch.setattr(step, "DEVICES", ("cpu",))
+            assert (logits(one, QUESTION) - by_modules[0]).abs().max() <= 10 * CLOSE
+            assert one.ask(QUESTION, 6).ids == by_modules[1] and 1 in seen and max(seen) > 1
+    finally:
+        with torch.no_grad():
+            for name, weight in before.items():
+                model.get_parameter(name).copy_(weight)
 
 
 @pytest.mark.gpu

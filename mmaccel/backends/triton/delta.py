@@ -50,8 +50,8 @@ def delta_kernel(
     """A strip of the state of one head of one sequence; out [B * n, HEADS, V] float32."""
     head, strip, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = b.to(tl.int64)
-    first, taken = tl.load(told + 4 * b), tl.load(told + 4 * b + 1)
-    upto, own = tl.load(told + 4 * b + 2), tl.load(told + 4 * b + 3)
+    first, taken = tl.load(told + 4 * b).to(tl.int32), tl.load(told + 4 * b + 1).to(tl.int32)
+    upto, own = tl.load(told + 4 * b + 2).to(tl.int32), tl.load(told + 4 * b + 3)
     journal += own * (R * W)
     k, v = tl.arange(0, BLOCK_K), strip * BLOCK_V + tl.arange(0, BLOCK_V)
     deep, wide = k < K, v < V

@@ -380,8 +380,7 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
     before = 0.0 if why else ratio_of(committed[name])  # nothing is below 0: a new ratio takes all the time
     with torch.no_grad():
         work, twin = CASES[name]()
-        work = slowed(work, plant)
-        benchmark.pedantic(work), twin()
+        benchmark.pedantic(work := slowed(work, plant)), twin()
         calls, calls_of_twin = (1 + int(STRETCH / seconds(one)) for one in (work, twin))
 
         def turn() -> float:
@@ -396,8 +395,6 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
     if why:
         commit(path, name, before := ratio, why)
     benchmark.extra_info.update(ratio=ratio, committed=before, turns=len(benchmark.stats.stats.data) - 1)
-    slower, said = (
-        ratio > LIMIT * before,
-        f"{name} takes {ratio:.4f} of its twin's time; {before:.4f} is committed.",
-    )
+    slower = ratio > LIMIT * before
+    said = f"{name} takes {ratio:.4f} of its twin's time; {before:.4f} is committed."
     assert slower == (plant > 1), said if slower else f"{said} A slowdown of {plant} is not caught."

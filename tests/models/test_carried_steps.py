@@ -191,6 +191,26 @@ def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: py
                 model.get_parameter(name).copy_(weight)
 
 
+@pytest.mark.parametrize("kv", ["rekv", "full"])
+def test_questions_in_turns_on_two_sessions(kv: str, replays: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of each are its own, with a draft that is often wrong, and after what was computed ahead of an answer."""
+    kind, asked = "qwen3_5", ("a b a b a b?", "what moved?", "a b a b a b?")
+    frames = film(20, kind)
+
+    def said() -> list[Any]:
+        with session(kind, TIGHT[kv]) as one, session(kind, TIGHT[kv], draft=Echo()) as other:
+            told = []
+            for at, question in enumerate(asked):
+                for each, first in ((one, 8 * at), (other, 4 + 8 * at)):
+                    each.watch(frames[first : first + 8], fps=FPS)
+                    told.append(each.ask(question, 9).ids)
+            return told
+
+    by_modules = said()
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    assert said() == by_modules
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)

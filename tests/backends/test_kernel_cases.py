@@ -32,7 +32,7 @@ def test_interpreted(names: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["clusters", "index", "lists", "pieces", "pointwise", "work"])
+@pytest.mark.parametrize("name", ["clusters", "gather", "index", "lists", "pieces", "pointwise", "work"])
 def test_compiled(name: str) -> None:
-    """Those of the other files run in `test_triton_gpu`, `test_decode_gpu`, `test_hopper_gpu` and `test_gather`."""
+    """Those of the other files run in `test_triton_gpu`, `test_decode_gpu` and `test_hopper_gpu`."""
     ran(name, CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))

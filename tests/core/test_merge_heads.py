@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -104,7 +104,6 @@ def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0) @ value
 
 
-@settings(max_examples=15)
 @given(scene=scenes(), seed=st.integers(0, 2**16), lone=st.booleans())
 def test_each_head_keeps_its_own_pairs(scene: Scene, seed: int, lone: bool) -> None:
     heads, layout = scene.heads, scene.layout()

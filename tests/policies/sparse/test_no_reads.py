@@ -20,6 +20,7 @@ from mmaccel.core.prefill.merge_heads import merge_plans
 from mmaccel.core.prefill.sparse import attend_plan, launches
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse.estimate import LastQueries
+from tests.products import product
 
 from .scenes import Scene, sequence
 from .test_contract import CASES, NAMES, small
@@ -79,8 +80,9 @@ def test_the_guard_sees_reads(read: Any) -> None:
         read(torch.arange(4))
 
 
-@pytest.mark.parametrize("start", [0, 37])
-@pytest.mark.parametrize("name", [*CASES, *(f"plain {name}" for name in NAMES)])
+@pytest.mark.parametrize(
+    ("name", "start"), product([*CASES, *(f"plain {name}" for name in NAMES)], [0, 37]), ids=str
+)
 def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer looks at the layouts; every further one, on tensors of its own, at nothing."""
     pattern = registry("sparse")[name[6:]]() if name.startswith("plain ") else small(name)

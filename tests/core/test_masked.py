@@ -13,7 +13,7 @@ from mmaccel.core.layout import IMAGE, TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.masked import Images
 from mmaccel.core.registry import policy
-from tests.backends.oracle import budget
+from tests.backends.oracle import budget, masked
 from tests.backends.test_triton import run
 
 B, H, G, N, D, START = 2, 4, 2, 300, 16, 70
@@ -34,11 +34,6 @@ def behind(columns: Tensor) -> Tensor:
         if begin >= START:
             seen[b] |= (begin <= rows) & (rows < columns) & (columns < past)
     return seen
-
-
-def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    k, v = (t.repeat_interleave(H // G, 1) for t in (key, value))
-    return (query @ k.mT * D**-0.5).masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0) @ v
 
 
 def layout(pad: int = 0) -> TokenLayout:
@@ -64,7 +59,7 @@ def test_a_dense_layer(pad: int, sinks: int, window: int | None) -> None:
     if sinks:  # which count from the first token
         first = torch.tensor([pad, 0])[:, None, None]
         mask |= (rows >= columns) & (columns < first + sinks)
-    want = attended(query, key, value, (mask & told.valid[:, None])[:, None])
+    want = masked(query, key, value, (mask & told.valid[:, None])[:, None], D**-0.5)
     assert (out - want).abs().max() < 1e-5
 
 
@@ -90,7 +85,7 @@ def test_a_planned_layer(backend: str, dense: tuple[int, ...]) -> None:
     places, columns = torch.arange(START, N)[:, None], torch.arange(N)
     near = (places - columns < 20) | (columns < 8) | (places >= START + 180)
     near = torch.stack([near if head in heads else torch.ones_like(near) for head in range(H)])
-    want = attended(query, key, value, ((places >= columns) & near)[None] | behind(columns)[:, None])
+    want = masked(query, key, value, ((places >= columns) & near)[None] | behind(columns)[:, None], D**-0.5)
     assert (out - want).abs().max() < 1e-5
     assert images.pairs(B).tolist() == [[190 + 130 * 129 / 2], [65 * 32 + 190]]
 

@@ -179,7 +179,7 @@ def test_layouts(kind: str, layout: str, late: float) -> None:
 
 @pytest.mark.parametrize(
     ("inner", "segments"),
-    product([*INNER[1:], "tri_shape", "sf_fixed", "sf_strided"], [[(TEXT, [100])], [(VIDEO, [6] * 18)]]),
+    product(INNER[1:], [[(TEXT, [100])], [(VIDEO, [6] * 18)]]),
     ids=str,
 )
 def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments: Any) -> None:

@@ -35,10 +35,10 @@ def recovered(draws: int, blind: bool) -> tuple[Counter[str], list[object]]:
 
 @pytest.mark.parametrize("blind", [False, True], ids=["its lines", "all lines"])
 def test_a_few_draws(blind: bool) -> None:
-    tally, missed = recovered(28, blind)
+    tally, missed = recovered(14, blind)
     assert not missed
     # Multiples of a stride leave lines out, and divisors add some: harmonics are to be rare.
-    assert tally["exact"] >= 26
+    assert tally["exact"] >= 13
 
 
 @pytest.mark.slow

@@ -72,7 +72,15 @@ def check(
     return oracle.check(plan.to(DEVICE), [t.to(DEVICE, dtype) for t in tensors], scale, kernel)
 
 
-@pytest.mark.parametrize(("name", "part", "sinks"), some(CASES, [(0, None), (20, 2)], [None, 4, 0]), ids=str)
+FEW = ("a_shape", "vertical_slash", "grid", "block_topk", "sf_strided", "boundary_2d", "per_head")
+"""Patterns that are interpreted: of each way of listing one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "sinks"),
+    some(FEW if INTERPRETED else CASES, [(0, None), (20, 2)], [None, 4, 0]),
+    ids=str,
+)
 def test_patterns(monkeypatch, name: str, part: tuple[int, int | None], sinks: int | None) -> None:
     """Every registered pattern, and what a window of 21 columns shows of it, with sinks also where neighbouring lists are
     read together; then as a later piece of the prompt, each row split into pieces of two blocks."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmaccel.backends.ops import operator as operators
@@ -20,9 +20,10 @@ from mmaccel.backends.triton.prefill.lists import paired, unsure
 from mmaccel.core.prefill.plan import FULL, AttentionPlan, Part, span_by_range
 
 from .oracle import flat
-from .triton_cases import DEVICE, draw
+from .triton_cases import DEVICE, INTERPRETED, draw
 
 
+@settings(max_examples=4 if INTERPRETED else 40)
 @given(
     st.lists(st.integers(0, 400), min_size=1, max_size=12),
     st.integers(1, 9),

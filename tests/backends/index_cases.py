@@ -134,7 +134,9 @@ PATTERNS: dict[str, SparsePattern] = {
         ("grid, sum, group, queries", 43),
         ("grid of a searched stride", 43),
         ("grid", 0),
-        *((name, 43) for name in PATTERNS if name not in ("boundary_2d", "grid of a searched stride")),
+        *((name, 43) for name in ("vertical_slash", "vertical_slash, group", "grid", "grid, mean")),
+        ("grid without columns", 43),
+        ("q_boundary", 43),
     ),
 )
 def test_plans(name: str, start: int) -> None:
@@ -193,7 +195,8 @@ def test_strides(score: Score, strides: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "count", "tile"), [(300, 20, 64), (300, 1000, 512), (110, 90, 16), (77, 5, 8192)]
+    ("n", "count", "tile"),
+    first(2, (110, 90, 16), (77, 200, 8192), (300, 20, 64), (300, 1000, 512), (77, 5, 8192)),
 )
 def test_strongest(n: int, count: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", tile)

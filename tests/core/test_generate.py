@@ -274,7 +274,7 @@ def test_the_draft_is_closed_when_something_else_fails(culprit: str) -> None:
 
 
 V = 4
-SAMPLED = 4_000
+SAMPLED = 2_000
 WINDOW = 2
 
 

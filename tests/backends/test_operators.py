@@ -64,6 +64,7 @@ def of_prompts() -> Iterator[Call]:
     yield "listed_area", listed_area, (lists, none, row, heads, 16, 16)
     last, kept = torch.tensor([39, 7]), torch.rand(2, 3, 65)[..., :-1] < 0.2
     yield "strongest", lines.strongest, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 9, 5)
+    yield "strongest, all", lines.strongest, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 90, 50)
     line = torch.tensor([3, 17, 61]).expand(2, 3, -1)
     yield "split_line_keys", lines.split_line_keys, (row[0].expand(2, -1), line, line + 1, 60, 16)
     shape = torch.tensor([[0, 1], [0, 3], [16, 9]], dtype=torch.int32)

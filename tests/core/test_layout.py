@@ -76,10 +76,3 @@ def test_generated_tokens_follow_on() -> None:
     assert longer.segment.tolist() == [[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]
     assert longer.frame[:, 3:].tolist() == [[-1, -1], [-1, -1]] and bool(longer.valid[:, 3:].all())
     assert layout.extend(0) is layout
-
-
-def test_text() -> None:
-    layout = TokenLayout.text(2, 5)
-    assert layout.modality.eq(TEXT).all() and not layout.padded
-    assert layout.position.tolist() == [[0, 1, 2, 3, 4]] * 2
-    assert layout.to("cpu").length == 5

@@ -236,7 +236,7 @@ SHAPES = {
 }
 
 
-def sampled(shape: str, triples: int = 1_500, window: int = 2) -> float:
+def sampled(shape: str, triples: int = 2_500, window: int = 2) -> float:
     """p-value of the triples of pipelined generations, windows straddling them in every way and through every mode."""
     warp = SHAPES[shape]
     large, small, g = Triples(V, 0, sharp=0.8), Triples(V, 1), torch.Generator().manual_seed(4)
@@ -257,7 +257,7 @@ def sampled(shape: str, triples: int = 1_500, window: int = 2) -> float:
 
 @pytest.mark.parametrize(
     ("shape", "triples"),
-    [("nucleus", 1_500), *(pytest.param(shape, 100_000, marks=pytest.mark.slow) for shape in SHAPES)],
+    [("nucleus", 2_500), *(pytest.param(shape, 100_000, marks=pytest.mark.slow) for shape in SHAPES)],
 )
 def test_sampled_triples_have_the_targets_joint_distribution(shape: str, triples: int) -> None:
     assert sampled(shape, triples) > 1e-4

@@ -138,16 +138,11 @@ def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "prompted"),
-    product(
-        ["fastv", "pyramid_drop", "sparsevlm"],
-        [("two videos", False), ("interleaved", False), ("video", True)],
-    ),
-    ids=str,
+    ("name", "kind"),
+    product(["fastv", "pyramid_drop", "sparsevlm"], ["two videos", "interleaved", "video"]),
 )
-def test_between_layers(family: str, model: Any, plain: Any, name: str, prompted: tuple[str, bool]) -> None:
-    kind, compact = prompted
-    inputs = prompt(family, PROMPTS[kind], seed=3)
+def test_between_layers(family: str, model: Any, plain: Any, name: str, kind: str) -> None:
+    inputs, compact = prompt(family, PROMPTS[kind], seed=3), kind == "video"
     pruner = type(PRUNERS[name])(**{**vars(PRUNERS[name]), "compact": compact})
     with mmaccel.accelerate(model, prune=pruner) as fast:
         tokens, logits = written(fast, inputs)

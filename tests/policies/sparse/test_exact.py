@@ -165,16 +165,6 @@ def test_a_short_prompt_and_a_frameless_one_are_served_beside_a_video() -> None:
     assert (share[2] == 1).all()
 
 
-@pytest.mark.parametrize("pattern", [AShape(sink=0, window=200), VerticalSlash(vertical=200, slash=1)])
-def test_full_budget_is_causal(pattern) -> None:
-    scene = Scene(
-        (sequence([(TEXT, [5]), (VIDEO, [6] * 12), (TEXT, [9])]), sequence([(TEXT, [40])])), start=30
-    )
-    got = scene.mask(pattern)
-    for b, tokens in enumerate(scene.sequences):
-        assert (got[b] == scene.place(b, masks.causal(tokens))).all()
-
-
 CALLERS = {
     "the last queries are padding": (slice(None), slice(None), 25),
     "the queries are the first of the keys": (slice(0, 60), slice(None), 60),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,6 +46,7 @@ def test_patterns(backend: str, name: str, start: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**16),
     lead=st.sampled_from(["", "b", "h", "bh"]),
@@ -60,6 +61,7 @@ def test_random_plans(backend: str, seed: int, lead: str, groups: int, sizes: tu
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**16),
     lead=st.sampled_from(["", "b", "h", "bh"]),

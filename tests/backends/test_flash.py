@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,6 +62,7 @@ def test_small_blocks_in_their_order_go_together(name: str, block: int, calls: l
     assert {(args[4].queries, args[4].keys) for args in calls} == {(128, 128)}
 
 
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**16),
     lead=st.sampled_from(["", "b", "h", "bh"]),

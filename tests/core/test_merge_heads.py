@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -98,6 +98,7 @@ def own_masks(shares, heads: int, scene: Scene) -> Tensor:
     return out
 
 
+@settings(max_examples=10)
 @given(scene=scenes(), seed=st.integers(0, 2**16), lone=st.booleans())
 def test_each_head_keeps_its_own_pairs(scene: Scene, seed: int, lone: bool) -> None:
     heads, layout = scene.heads, scene.layout()

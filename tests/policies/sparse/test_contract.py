@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor
 
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
@@ -135,6 +135,7 @@ def listed_by_hand(plan: AttentionPlan) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
+@settings(max_examples=10)
 @given(scene=scenes())
 def test_a_batch_is_its_sequences_one_by_one(name: str, scene: Scene) -> None:
     pattern = small(name)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -58,6 +58,7 @@ def check(plan: AttentionPlan, sinks: int, window: int) -> AttentionPlan:
 
 
 @pytest.mark.parametrize("name", CASES)
+@settings(max_examples=10)
 @given(scene=scenes(), sinks=st.sampled_from([0, 1, 4, 16, 19, 70]), window=st.integers(1, 150))
 def test_a_narrowed_plan_has_the_pairs_of_both(name: str, scene: Scene, sinks: int, window: int) -> None:
     plan = scene.plan(small(name))

@@ -88,6 +88,7 @@ def test_a_broken_clip_is_taken_back(units: int) -> None:
             one.watch(more)
         assert torch.equal(broken.ask(1), alone.ask(1))
     assert partition(broken.index.tree) == partition(alone.index.tree)
+    assert broken.index.tree.counters == alone.index.tree.counters
     broken.state.reset()
     assert broken.state.units() == 0 and broken.state.length() == 0
 

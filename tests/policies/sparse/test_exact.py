@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmaccel.core.layout import TEXT, VIDEO
@@ -44,6 +44,7 @@ def test_a_shape(scene: Scene, extent: tuple[int, int]) -> None:
         assert (got[b] == want).all()
 
 
+@settings(max_examples=80)
 @given(
     scenes(),
     st.sampled_from([(0, 1), (7, 5), (16, 3), (40, 2), (3, 40), (200, 200)]),
@@ -106,6 +107,7 @@ def grid_mask(
     return masks.grid(len(tokens), queries, keys, *found, **lines, dense=dense, **near)
 
 
+@settings(max_examples=80)
 @given(
     scenes(),
     st.sampled_from(LINES),

@@ -14,8 +14,7 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::Deprec
 PRODUCTS = pytest.mark.numeric(by="numpy")
 INTERPRETED = [
     pytest.param("triton", marks=PRODUCTS),
-    pytest.param("decode hopper index", marks=PRODUCTS),
-    "clusters gather lists pieces pointwise work",
+    pytest.param("clusters decode gather hopper index lists pieces pointwise work", marks=PRODUCTS),
 ]
 
 

@@ -49,6 +49,7 @@ def test_taking_and_sequences_keep_what_tokens_are(scene: Scene) -> None:
     assert torch.equal(layout.take(picked).position, layout.position[:, ::2])
     for b in range(scene.batch):
         assert torch.equal(layout.sequence(b).modality, layout.modality[b : b + 1])
+    assert torch.equal(layout.to("cpu").modality, layout.modality)
 
 
 def test_a_later_video_has_frames_of_its_own() -> None:

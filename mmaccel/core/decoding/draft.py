@@ -146,9 +146,9 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """A draft at work on one sequence, in one turn of it. `chooses`: its `drafting` proposes no more than it is told to."""
+    """A draft at work on a turn of a sequence. `chooses`: it proposes no more than told; `unread`: it must read first."""
 
-    chooses: ClassVar[bool] = False
+    chooses, unread = False, False
 
     @abstractmethod
     def begin(self, prompt: Prompt) -> None:

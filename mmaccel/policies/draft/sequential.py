@@ -84,6 +84,9 @@ class Drafter(PeerState):
             return Proposal.empty()
         runner, least = self._open(), self._choice.confidence
         before, feed, rows = torch.cat(self._tokens), torch.cat(self._late), list[Tensor]()
+        if not feed.numel():  # nobody judged what was last proposed
+            runner.truncate(self._mark - 1)
+            feed, self._fed = before[-1:], 0
         self._tokens, drafted = [before], list[Tensor]()
         self._mark = runner.length() + feed.numel()
         greedy = self._warp is None and not least

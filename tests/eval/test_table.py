@@ -59,7 +59,13 @@ def test_markdown_tells_what_was_missed() -> None:
     assert rows[3].endswith("| - |  |")
 
 
-def test_measuring_gives_a_line_an_entry(random_folder: Callable[[str], Path]) -> None:
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step costs is told by few of them."""
+    monkeypatch.setattr(table, "step_ratio", partial(step_ratio, length=64, steps=4, rounds=1))
+
+
+def test_measuring_gives_a_line_an_entry(random_folder: Callable[[str], Path], few_steps: None) -> None:
     folder = random_folder("tiny-qwen-draft")
     model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)
     entries = (
@@ -114,7 +120,7 @@ def _loaded(folder: Path) -> tuple[Any, Any, Any]:
     return model, load_processor(folder), model
 
 
-def test_jobs_change_no_figure(random_folder: Callable[[str], Path]) -> None:
+def test_jobs_change_no_figure(random_folder: Callable[[str], Path], few_steps: None) -> None:
     """Answers over two processes, and captions over more processes than there are captions."""
     load = partial(_loaded, random_folder("tiny-qwen-draft"))
     entries = (Entry("V-NIAH", 128, ("needle", "count"), 0.98), Entry("caption", 128, (), 0.9))

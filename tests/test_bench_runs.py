@@ -179,6 +179,7 @@ def test_a_ratio_and_where_it_may_lie(script: Callable[..., Any]) -> None:
     assert ratio_of(same, [*same[:-1], 9.0])[1] > 0.95
 
 
+@pytest.mark.slow
 def test_settings_of_recommend_run_and_their_memory_is_predicted(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     few = ("--device", "cpu", "--shrink", "12", "--limit", "9000", "--out", str(out))

@@ -89,12 +89,13 @@ MEMORIES = ("mosaic", "rekv", "livevlm", "streammem", "recent", "window", "no_ca
 WINDOW_ALONE = _mosaic("window alone", encode_frames=0)
 """What passes see is the window: the default, called "mosaic", of rows from before passes retrieved."""
 
+MEAN = {"index": {"name": "clusters", "ask_by": "mean"}}
 SPARSE: dict[str, Any] = {"sparse": {"name": "per_head", "table": "shipped"}}
 DRAFT = {"draft": {"name": "sequential", "kv": {"name": "mosaic", "window": 16, "local": 8}}}
 
 
-def _film(label: str, kv: str, **beside: Any) -> Memory:
-    return {"name": kv, "label": label, "ingest": True, "beside": beside}
+def _film(label: str, kv: str, fields: Mapping[str, Any] | None = None, **beside: Any) -> Memory:
+    return {"name": kv, "label": label, "ingest": True, "beside": beside, **(fields or {})}
 
 
 PLANS: Mapping[str, Sequence[Memory]] = {
@@ -157,6 +158,16 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _film("sparse + draft", "full", **SPARSE, **DRAFT),
         _film("memory + draft", "mosaic", **DRAFT),
         *(_film(f"memory: {name}", name) for name in ("rekv", "streammem")),
+    ],
+    # Films ingested: what a question asks by, and patterns for all heads.
+    "films": [
+        _film("mosaic", "mosaic"),
+        _film("nothing", "full"),
+        _film("mosaic, mean query", "mosaic", MEAN),
+        _film("table", "mosaic", **SPARSE),
+        _film("table, mean query", "mosaic", MEAN, **SPARSE),
+        _film("table, no summary tokens", "mosaic", {"reps": 0}, **SPARSE),
+        *(_film(name, "mosaic", sparse=name) for name in ("grid", "vertical_slash", "a_shape", "block_topk")),
     ],
 }
 """Memories that are compared with one another; a mapping is a policy's fields, and the `label` it is shown under."""

@@ -15,14 +15,11 @@ from mmaccel.backends import measure, select
 from mmaccel.backends.measure import Bench, Costs, Line, Shape, bench, measured_costs
 from mmaccel.backends.select import Store
 from mmaccel.core.prefill.sparse import planner
-from mmaccel.core.registry import policy
 
 STEP_LAYERS = 4
 """Of the small model whose step is timed."""
 STEPS = 8
 """Steps timed together: on CUDA the first after a wait starts late."""
-PLANNED = "grid"
-"""The pattern whose plans are timed: that of presets which plan each layer by its content."""
 WARM_S = 0.3
 """Seconds of products before one is timed: a device is slower once it is warm."""
 
@@ -111,11 +108,12 @@ def measured(
     device: torch.device,
     sizes: Sizes,
     step: Callable[[], Any],
+    pattern: Any,
     store: Store[Device] | None = None,
     bench: Bench = bench,
 ) -> Device:
     """The rates of this device for heads like the model's: read from `store`, or measured in a few seconds and kept there.
-    `step` runs `STEP_LAYERS` small decoder layers on one row; on CUDA plans of `PLANNED` are timed too."""
+    `step` runs `STEP_LAYERS` small decoder layers on one row; on CUDA plans of `pattern` are timed too."""
     shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = Store("rates.json", Device.of) if store is None else store
     cuda = device.type == "cuda"
@@ -126,7 +124,7 @@ def measured(
         kernels = {backend: select.get(backend, device)}
         lengths = measure.LENGTHS if cuda else (1024, 2048)
         steps = STEPS if cuda else 1
-        plan = planner(policy("sparse", PLANNED), shape, device) if cuda else None
+        plan = planner(pattern, shape, device) if cuda else None
         attend = measured_costs(device, shape, kernels, plan, lengths=lengths, bench=bench)
         found = Device(
             name=torch.cuda.get_device_name(device) if cuda else "cpu",

@@ -48,7 +48,7 @@ class Batch:
     ) -> None:
         self._told, self._holding, self.load = told, holding, Load()
         self._of: Callable[[Any, Sequence[Any]], Any] = lambda runner, known: None
-        self._known, self._seen = list[Any](), WeakSet[Any]()
+        self._known, self._seen, self._warm = list[Any](), WeakSet[Any](), True
         self._live: list[Speculation] = []
         self._failed: dict[Speculation, Exception] = {}
         self._changed = threading.Condition()
@@ -115,9 +115,13 @@ class Batch:
     def _round(self) -> None:
         with self._changed:
             live = list(self._live)
-        began, free = time.perf_counter(), sum(one.adapts for one in live)
-        most = self.load.most(len(live), free) if free else None
-        offers = self._offers({one: one.offer(most if one.adapts else None) for one in live})
+        began, free = time.perf_counter(), [one for one in live if one.adapts]
+        most = self.load.most(len(live), len(free)) if free else None
+        # The others wait while a draft reads its prompt: one a round.
+        reads = [one for one in free if one.unread] if most else []
+        self._warm = not reads
+        windows = {**dict.fromkeys(live), **dict.fromkeys(free, most), **dict.fromkeys(reads[1:], 0)}
+        offers = self._offers({one: one.offer(windows[one]) for one in live})
         wanted, taken = list[Wanted](), 0
         for one, offered in offers.items():
             with self._careful(one):
@@ -131,7 +135,7 @@ class Batch:
                     raise logits
                 one.take(logits[0])
                 taken += 1
-        if most is not None and taken == len(live):
+        if most is not None and taken == len(live) and self._warm:
             seconds = time.perf_counter() - began
             self.load.took(len(live), most, seconds, [one.judged for one in live if one.judged[0]])
         with self._changed:
@@ -189,10 +193,15 @@ class Batch:
                 return
             # One of them, such as a memory that finds no room to grow, is not to end the others.
             for each, length in zip(some, before, strict=True):
-                each[1].truncate(length)
-                yield from self._stepped([each], told)
+                try:
+                    each[1].truncate(length)
+                except Exception as left:
+                    yield each[0], left
+                else:
+                    yield from self._stepped([each], told)
             return
         if together is not None:
+            self._warm &= getattr(together, "warm", True)
             told(len(some))
         yield from zip((one for one, *_ in some), logits, strict=True)
 

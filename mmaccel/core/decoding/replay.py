@@ -61,6 +61,8 @@ class Replays:
         self._device = device
         self.works = device.type == "cuda"
         """Whether anything is captured: then a number of the host that changes is best given to work by a tensor."""
+        self.warm = True
+        """Whether the last call took what such a call takes from now on: it was not the first, and captured nothing."""
         # By name and place: a capture; where results of work that has run once will go (nowhere: empty); or that it cannot
         # be captured.
         self._held: dict[Hashable, dict[Hashable, _Replay | tuple[Tensor, ...] | Literal["unfit"]]] = {}
@@ -74,6 +76,10 @@ class Replays:
             self._held.clear()
             self._rooms.clear()
             self._mark, self._pool = mark, None
+
+    def ready(self, name: Hashable, at: Hashable = None) -> bool:
+        """Whether a call would launch what is captured, or never will."""
+        return not self.works or isinstance(self._held.get(name, {}).get(at), _Replay | str)
 
     def room(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor for work to read and write: zero at first, the same until the mark changes, with what was last in it."""
@@ -96,6 +102,7 @@ class Replays:
         ways = self._held.setdefault(name, {})
         # The last one used is the last of all.
         held = ways.pop(at, None)
+        self.warm = held is not None and not isinstance(held, tuple)
         if held is None:
             if len(ways) == KEPT:
                 del ways[next(iter(ways))]

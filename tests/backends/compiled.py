@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
-from mmaccel.backends.ops.clusters import Late, Lists, Own
+from mmaccel.backends.ops.clusters import Late, Lists, Own, Words
 from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
 from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
@@ -281,6 +281,7 @@ def clustered() -> None:
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
     own = Own(key.transpose(0, 1), 1, lambda at: query, query[0], False)
     stream.scored(key, query, False)
+    stream.scored_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
     stream.outside(score, size[0], 256, 2)
     stream.ordered(score, size, size, score > 0)
     stream.selected(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))

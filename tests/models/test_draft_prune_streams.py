@@ -211,15 +211,6 @@ def test_what_does_not_act_is_told() -> None:
         open_session("random-qwen", "mosaic", draft=Sequential(model=model, prune=given))
 
 
-def test_a_pruner_of_the_target_and_one_of_its_draft() -> None:
-    model = pair("random-qwen")[0]
-    target = {"name": "fastv", "layer": 1, "retention": 0.3}
-    draft = Sequential(model=model, window=3, prune="attention")  # type: ignore[arg-type]
-    answer, counts = asked(TIGHT["mosaic"], draft, prune=target)
-    assert answer.ids == asked(TIGHT["mosaic"], "off", prune=target)[0].ids
-    assert 0 < counts["visual from layer 0"] < counts["visual"]
-
-
 def cheap(name: str, **frames: int) -> Sequential:
     """A draft that keeps frames, and reads those that the target's question attended to most."""
     kv, prune = {"name": "no_cache", **frames}, {"name": "attention", "retention": 1.0}

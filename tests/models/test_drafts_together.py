@@ -18,6 +18,8 @@ from mmaccel.core.decoding.load import Load
 from mmaccel.models.together import StepsTogether, sharing
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
+from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.numeric(by="torch")
 KIND = "qwen"
@@ -103,15 +105,9 @@ def answers(
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """How many rows each sequence has, of each step that is shared."""
-    seen = list[tuple[int, ...]]()
-    call = StepsTogether.__call__
-
-    def noted(self: StepsTogether, runners: Any, ids: Any) -> Any:
-        seen.append(tuple(one.shape[1] for one in ids))
-        return call(self, runners, ids)
-
-    monkeypatch.setattr(StepsTogether, "__call__", noted)
-    return seen
+    return heard(
+        monkeypatch, StepsTogether, "__call__", lambda self, runners, ids: tuple(one.shape[1] for one in ids)
+    )
 
 
 @pytest.mark.parametrize("name", drafts(None))
@@ -278,9 +274,9 @@ def rounds(load: Load, seconds: Callable[[int, int], float], count: int, keep: f
     return said / taken
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize("keep", [0.3, 0.8])
-@pytest.mark.parametrize("row_s", [0.0, 1e-4, 1e-3])
+@pytest.mark.parametrize(
+    ("count", "keep", "row_s"), product([1, 2, 4, 8, 16, 32], [0.3, 0.8], [0.0, 1e-4, 1e-3])
+)
 def test_the_load_decides_what_is_drafted(count: int, keep: float, row_s: float) -> None:
     """Whatever rows and draft steps cost: never slower than plain rounds by 2%, and close to the best window."""
 

@@ -53,15 +53,6 @@ def test_with_room_for_all_an_ingested_film_is_the_plain_model_s(
         assert (logits(session) - plain(name, FRAMES)).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
-def test_under_the_window_alone_it_would_be_another(name: str, kv: str) -> None:
-    with open_session(name, "full") as whole, open_session(name, ROOMY[kv]) as session:
-        for one in (whole, session):
-            one.watch(film(FRAMES), fps=FPS)
-        assert (logits(session) - logits(whole)).abs().max() > 100 * EQUAL
-
-
 @pytest.mark.parametrize("kv", ["rekv", "mosaic retrieving"])
 def test_live_frames_go_on_under_the_window(kv: str, name: str = "random-ov") -> None:
     """After an ingestion the window is what it would be after any other: how the rest is cut changes nothing."""

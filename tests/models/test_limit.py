@@ -53,7 +53,9 @@ def said(fast: Any, inputs: dict[str, torch.Tensor], tokens: int) -> list[int]:
     return new
 
 
-@pytest.mark.parametrize(("strategy", "kind"), product(STRATEGIES, ["video", "text"]))
+@pytest.mark.parametrize(
+    ("strategy", "kind", "family"), product(STRATEGIES, ["video", "text"], sorted(BUILD)), indirect=["family"]
+)
 def test_the_answer_ends_with_the_positions(
     family: tuple[str, Any, Any], strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +78,7 @@ def test_the_answer_ends_with_the_positions(
             assert said(fast, inputs, ROOM) == want[:ROOM].tolist()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "family"), product(STRATEGIES, sorted(BUILD)), indirect=["family"])
 def test_a_prompt_that_leaves_nothing_is_refused(
     family: tuple[str, Any, Any], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -259,11 +259,10 @@ def test_what_the_index_knew_of_them_is_given_back(
         assert torch.equal(first(session), before)
 
 
-@pytest.mark.parametrize("draft", ["sequential"])
-def test_the_memory_of_a_draft_lets_go_too(draft: str) -> None:
+def test_the_memory_of_a_draft_lets_go_too() -> None:
     model, processor = pair("tiny-ov")
     kv = {**KEEPERS["rekv"], "keep_seconds": KEEP}
-    fields = {"name": draft, "model": "tiny-ov-draft", "kv": kv}
+    fields = {"name": "sequential", "model": "tiny-ov-draft", "kv": kv}
     with mmaccel.VideoSession(model, processor, None, kv=kv, draft=fields) as session:
         for begin in range(0, COUNT, 10):
             session.watch(film(COUNT)[begin : begin + 10], fps=FPS)

@@ -195,15 +195,18 @@ def test_arguments_by_position_and_options_that_clash(family):
                     call(*args, **named)
 
 
-@pytest.mark.parametrize("draft", ["off", "prompt_lookup"])
-@pytest.mark.parametrize("where", ["argument", "config", "the model's own config"])
+@pytest.mark.parametrize(
+    ("family", "draft", "where"),
+    product(sorted(EVERY), ["off", "prompt_lookup"], ["argument", "config", "the model's own config"]),
+    indirect=["family"],
+)
 def test_without_a_cache_the_tokens_are_the_same(family, draft, where, monkeypatch):
     """Under a draft the memory is there all the same; it is not given back."""
     kind, model = family
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     inputs = prompt(kind, PROMPTS["text"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    told = {"max_new_tokens": 8, "do_sample": False}
+    told = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     if where == "argument":
         told["use_cache"] = False
     elif where == "config":
@@ -211,7 +214,8 @@ def test_without_a_cache_the_tokens_are_the_same(family, draft, where, monkeypat
     else:
         monkeypatch.setattr(model.generation_config, "use_cache", False)
     with mmaccel.accelerate(model, draft=draft):
-        assert torch.equal(model.generate(**inputs, **told), plain)
+        got = model.generate(**inputs, **told)
+    assert torch.equal(got.sequences, plain) and got.past_key_values is None
 
 
 def test_a_model_dropped_without_detaching_is_freed(family):
@@ -225,7 +229,9 @@ def test_a_model_dropped_without_detaching_is_freed(family):
     assert gone() is None
 
 
-@pytest.mark.parametrize("name", ["dense", "a_shape", "vertical_slash"])
+@pytest.mark.parametrize(
+    ("family", "name"), product(sorted(EVERY), ["dense", "a_shape", "vertical_slash"]), indirect=["family"]
+)
 def test_with_gradients_on_it_runs_and_says_that_it_has_none(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -274,7 +280,9 @@ def test_under_autocast(family, name, monkeypatch):
         assert (whole - plain).abs().max() > budget, "the dense answer would pass"
 
 
-@pytest.mark.parametrize("choice", ["eager", {"vision_config": "eager"}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "choice"), product(sorted(EVERY), ["eager", {"vision_config": "eager"}]), indirect=["family"]
+)
 def test_another_attention_is_chosen_before_or_after(family, choice):
     kind, inputs = family[0], prompt(family[0], PIECES)
     model = EVERY[kind]()
@@ -285,7 +293,9 @@ def test_another_attention_is_chosen_before_or_after(family, choice):
     assert torch.isfinite(logits(model, inputs)).all()
 
 
-@pytest.mark.parametrize("by", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize(
+    ("family", "by"), product(sorted(EVERY), [copy.deepcopy, pickle.dumps]), indirect=["family"]
+)
 def test_what_is_accelerated_is_not_copied_and_says_so(family, by):
     model = EVERY[family[0]]()  # one on which transformers has laid no hooks of its own
     with mmaccel.accelerate(model, "a_shape") as fast:

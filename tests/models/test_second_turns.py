@@ -107,7 +107,9 @@ def plainly(model: Any, name: str, turns: Any) -> list[Tensor]:
     return answers
 
 
-@pytest.mark.parametrize(("draft", "turns"), product(DRAFTS, TURNS))
+@pytest.mark.parametrize(
+    ("draft", "turns", "family"), product(DRAFTS, TURNS, sorted(BUILD)), indirect=["family"]
+)
 def test_turns_on_one_cache_are_one_whole_prompt(family, draft: str, turns: str, monkeypatch) -> None:
     name, model, peer = family
     want = plainly(model, name, TURNS[turns])

@@ -28,8 +28,9 @@ def family(request):
     return request.param, model
 
 
-@pytest.mark.parametrize("chunk", [None, 100])
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize(
+    ("chunk", "name", "family"), product([None, 100], EVERYTHING, sorted(BUILD)), indirect=["family"]
+)
 def test_a_pattern_that_lists_everything_changes_nothing_of_the_window(family, name, chunk):
     kind, model = family
     inputs = prompt(kind, PIECES)

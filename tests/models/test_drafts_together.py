@@ -110,9 +110,16 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     )
 
 
+@pytest.fixture(scope="module")
+def plain(models: tuple[Any, Any]) -> list[torch.Tensor]:
+    """What the plain model says to each of `CALLS`."""
+    given = [(prompt(KIND, PROMPTS[kind], n), 30 + 5 * n, how) for n, (kind, how) in enumerate(CALLS)]
+    return [models[0].generate(**inputs, max_new_tokens=most, **how) for inputs, most, how in given]
+
+
 @pytest.mark.parametrize("name", drafts(None))
 def test_each_says_what_it_says_alone(
-    name: str, models: tuple[Any, Any], rows: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    name: str, models: tuple[Any, Any], plain: list[torch.Tensor], rows: list[tuple[int, ...]]
 ) -> None:
     """Greedy ones are the plain model's whatever the load lets drafts propose; sampled ones draw their own numbers."""
     model, draft = models
@@ -123,11 +130,7 @@ def test_each_says_what_it_says_alone(
     together, reports = answers(model, [recipe], batch)
     for number, (kind, how) in enumerate(CALLS):
         assert torch.equal(together[number], alone[number]), (kind, how)
-        if not how["do_sample"]:
-            plain = model.generate(
-                **prompt(KIND, PROMPTS[kind], number), max_new_tokens=30 + 5 * number, **how
-            )
-            assert torch.equal(plain, together[number])
+        assert how["do_sample"] or torch.equal(plain[number], together[number])
     assert max(sizes) == len(CALLS) and len(batch) == 0
     assert any(len(set(one)) > 1 for one in rows), "targets judge ragged rows in one step"
     if name != "prompt_lookup":  # random words repeat nothing

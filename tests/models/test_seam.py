@@ -48,6 +48,7 @@ def test_a_chunk_that_is_all_padding_for_one_sequence(family, name):
         assert (together[1] - alone[0]).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen"], indirect=True)
 def test_a_long_window_is_verified_densely(family):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -100,6 +101,7 @@ def test_reordered_rows_take_their_padding_along(family):
         assert (swapped[row, -1] - logits(model, {"input_ids": ids})[0, -1]).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen"], indirect=True)
 def test_two_threads_on_one_model(family):
     kind, model = family
     work = [prompt(kind, PROMPTS["video"]), batch(kind, [prompt(kind, [("text", n)]) for n in (3, 21)])]

@@ -151,6 +151,7 @@ def test_calls_decoded_together_give_what_each_gives_alone(family):
         assert torch.equal(model.generate(**prompt(name, PROMPTS[kind], number), **more), together[number])
 
 
+@pytest.mark.parametrize("family", ["llava"], indirect=True)
 def test_an_error_ends_one_call_alone(family, monkeypatch):
     """One that fails in its step, in its own criterion, or while its memory grows, leaves the others theirs."""
     monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 3)

@@ -75,6 +75,10 @@ class CountingTogether:
     def __init__(self, runner: HFRunner) -> None:
         self.steps = StepsTogether(runner)
 
+    @property
+    def warm(self) -> bool:
+        return self.steps.warm
+
     def __call__(self, runners: Sequence[Counting], ids: Sequence[Tensor]) -> Sequence[Tensor]:
         counts = [one.shape[1] for one in ids]
         real = torch.cat(self.steps(runners, ids), 1)

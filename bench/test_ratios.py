@@ -6,6 +6,7 @@ by more than arithmetic: one product of dense attention was no twin of a plan. T
 turn a function is called until `STRETCH` seconds are over, so that its own caches are warm for most of its time. What
 counts is the median over all turns of time / twin's time: a burst of other work moves few turns, and up as often as down.
 The turns end when the median is surely below `LIMIT` times this processor's ratio in `ratios.json`, or after `MOST` seconds.
+Those of a planted slowdown end when it is surely above, too, for it is so in each case.
 A median above that limit is measured again, `TRIES` times in all, since other work slows large tensors more than small ones
 for seconds on end; a case that is above it each time fails and is named.
 
@@ -356,12 +357,15 @@ def seconds(work: Callable[[], Any], calls: int = 1) -> float:
     return (time.process_time() - began) / calls
 
 
-def median_ratio(turn: Callable[[], float], limit: float, clock: Any = time.process_time) -> float:
-    """The median ratio of as many turns as it takes to see that it is below `limit`, or of `MOST` seconds."""
+def median_ratio(
+    turn: Callable[[], float], limit: float, clock: Any = time.process_time, above: bool = False
+) -> float:
+    """The median ratio of as many turns as show that it is below `limit` (`above`: or above it), or of `MOST` seconds."""
     ratios: list[float] = []
     began, below = clock(), 0
     while (spent := clock() - began) < MOST:
-        if spent > LEAST and 2 * below - len(ratios) > SURE * len(ratios) ** 0.5:
+        more = 2 * below - len(ratios)  # turns below than above
+        if spent > LEAST and (abs(more) if above else more) > SURE * len(ratios) ** 0.5:
             break
         ratios.append(turn())
         below += ratios[-1] < limit
@@ -391,7 +395,7 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
         ratio = math.inf
         for _ in range(1 if why else TRIES):
             if ratio > LIMIT * before:
-                ratio = min(ratio, median_ratio(turn, LIMIT * before))
+                ratio = min(ratio, median_ratio(turn, LIMIT * before, above=plant > 1))
     if why:
         commit(path, name, before := ratio, why)
     benchmark.extra_info.update(ratio=ratio, committed=before, turns=len(benchmark.stats.stats.data) - 1)

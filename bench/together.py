@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from pair import Bench, InTurns, seeds, spread, tell
@@ -80,8 +81,8 @@ def together_part(bench: Bench) -> Iterator[Step]:
 
 SEQUENCES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 4), (32, 4))
 """Sequences at once, and by what the columns of each are divided."""
-WINDOW = 7
-"""Tokens that a draft proposes at most, as often as that pays."""
+WINDOW, WARMUPS = 15, 2
+"""Tokens that a draft proposes at most, as often as that pays; and generations of each way before those that count."""
 
 
 class Watched(Load):
@@ -122,10 +123,8 @@ def verified_part(bench: Bench) -> Iterator[Step]:
             targets = [target for target, _ in some]
             choice = Sequential(model="shape", window=WINDOW)
             plain, drafted, load = list[float](), list[float](), Watched()
-            for seed in [
-                0,
-                *seeds(given),
-            ]:  # in the first the load is tried and steps are captured; it is dropped
+            # In the first ones, which are dropped, steps are compiled and captured and windows are tried.
+            for seed in [*[0] * WARMUPS, *seeds(given)]:
                 if seed == 1:
                     load.windows.clear()
                     load.kept = load.tried = 0
@@ -134,8 +133,8 @@ def verified_part(bench: Bench) -> Iterator[Step]:
                 plain.append(pace(targets, columns, bench.tokens)[0])
                 drafts = [InTurns(draft, bench.device, choice, VOCAB) for _, draft in some]
                 drafted.append(pace(targets, columns, bench.tokens, drafts, load)[0])
-            mean, error = spread(drafted[1:])
-            bare, _ = spread(plain[1:])
+            mean, error = spread(drafted[WARMUPS:])
+            bare, _ = spread(plain[WARMUPS:])
             told = {"target": given.target, "draft": given.draft, "keep": given.keep, "sequences": count}
             told |= {"columns": columns, "tokens": bench.tokens, "draws": given.draws, "plain_per_s": bare}
             told |= {"drafted_per_s": mean, "error_per_s": error, "over_plain": mean / bare}
@@ -156,25 +155,32 @@ def pace(
     drafts: Sequence[DraftState] = (),
     load: Load | None = None,
 ) -> tuple[float, list[torch.Tensor]]:
-    """Tokens a second in all, after the first, of sequences that are decoded together, and what each said; those without a
-    shared step take turns."""
-    device, sequences, batch = runners[0].model.device, [], Batch()
+    """Tokens a second in all until the first sequence has `tokens`, which ends the others, too: where requests come all the
+    time, others take their places. And what each said; those without a shared step take turns."""
+    device, sequences = runners[0].model.device, list[Speculation]()
+    made = [0, 0.0]  # tokens in all, and until when
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        yield
+        if not made[0] and any(one.ended for one in sequences):
+            wait(device)
+            made[:] = sum(one.ids.shape[1] for one in sequences) - started, time.perf_counter()
+
+    batch = Batch(holding=watched)
     batch.load = load or batch.load
     for seat, runner in enumerate(runners):
         runner.truncate(columns)
         said = assumed(columns, tokens, seat, device)
         end = said.ids.shape[1] + tokens
         first = torch.nn.functional.one_hot(said.ids[:, -1], VOCAB).float()
-        stop = lambda out, end=end: out.shape[1] >= end  # noqa: E731
+        stop = lambda out, end=end: made[0] > 0 or out.shape[1] >= end  # noqa: E731
         draft = drafts[seat] if drafts else None
         if draft is not None:
             draft.begin(said)
         sequences.append(Speculation(runner, draft, said, first, stop=stop, meter=Meter().sequence()))
         sequences[-1].advance()
     wait(device)
-    began = time.perf_counter()
+    started, began = sum(one.ids.shape[1] for one in sequences), time.perf_counter()
     batch.run(sequences)
-    wait(device)
-    return (tokens - 1) * len(runners) / (time.perf_counter() - began), [
-        one.ids[0].cpu() for one in sequences
-    ]
+    return made[0] / (made[1] - began), [one.ids[0].cpu() for one in sequences]

@@ -81,7 +81,8 @@ class Runner(ABC):
     turn. Positions are explicit; no gradients.
 
     lasting   another prompt may follow: what `keep` leaves out of one stays at hand
-    together  runs steps of several runners as one, or None: these, ids [1, n] of each -> logits [1, n, V] or error of each
+    together  runs steps of several runners as one, or None: these, ids [1, n] of each -> logits [1, n, V] or error of each.
+              Its `warm`, if it has one, says whether the last step took what such steps take: it captured nothing
     """
 
     lasting: bool = False

@@ -85,6 +85,8 @@ class StepsTogether:
         self._layers: list[list[int]] = []
         self._replays: dict[torch.device, Replays] = {}
         self._places, self._shown = 0, list[ref[Laid]]()
+        self.warm = True
+        """Whether the last step was of a shape that steps are captured for, and was captured by then."""
 
     @staticmethod
     def of(runner: Any, known: Sequence[StepsTogether] = ()) -> StepsTogether | None:
@@ -100,9 +102,13 @@ class StepsTogether:
         most = max(one.shape[1] for one in ids)
         if max(most, len(runners)) > MOST or _padded(len(runners)) * _padded(most) > MOST:
             if len(runners) == 1:
+                self.warm = False
                 return [runners[0].step(ids[0])]
             half = len(runners) // 2
-            return self(runners[:half], ids[:half]) + self(runners[half:], ids[half:])
+            first, warm = self(runners[:half], ids[:half]), self.warm
+            second = self(runners[half:], ids[half:])
+            self.warm &= warm
+            return first + second
         laid = [self._laid(runner, most) for runner in runners]
         starts = [(one.memory().length(), one.delta) for one in runners]
         self._lay(laid[0].pairs, max(map(sum, starts)) + WINDOW)
@@ -111,8 +117,10 @@ class StepsTogether:
             count, width = _padded(count), _padded(width)
         self._show(laid, count)
         out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
+        self.warm = True
         for part in self._parts:
             out = self._run(part, out, starts, count, width)
+            self.warm &= part.replays.warm
         made = out[: len(runners)].clone()
         if not self._parts[0].replays.works:
             self._hide()

@@ -48,7 +48,7 @@ class Batch:
     ) -> None:
         self._told, self._holding, self.load = told, holding, Load()
         self._of: Callable[[Any, Sequence[Any]], Any] = lambda runner, known: None
-        self._known, self._seen = list[Any](), WeakSet[Any]()
+        self._known, self._seen, self._warm = list[Any](), WeakSet[Any](), True
         self._live: list[Speculation] = []
         self._failed: dict[Speculation, Exception] = {}
         self._changed = threading.Condition()
@@ -116,6 +116,7 @@ class Batch:
         with self._changed:
             live = list(self._live)
         began, free = time.perf_counter(), sum(one.adapts for one in live)
+        self._warm = True
         most = self.load.most(len(live), free) if free else None
         offers = self._offers({one: one.offer(most if one.adapts else None) for one in live})
         wanted, taken = list[Wanted](), 0
@@ -131,7 +132,7 @@ class Batch:
                     raise logits
                 one.take(logits[0])
                 taken += 1
-        if most is not None and taken == len(live):
+        if most is not None and taken == len(live) and self._warm:
             seconds = time.perf_counter() - began
             self.load.took(len(live), most, seconds, [one.judged for one in live if one.judged[0]])
         with self._changed:
@@ -193,6 +194,7 @@ class Batch:
                 yield from self._stepped([each], told)
             return
         if together is not None:
+            self._warm &= getattr(together, "warm", True)
             told(len(some))
         yield from zip((one for one, *_ in some), logits, strict=True)
 

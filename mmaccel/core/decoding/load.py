@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from functools import partial
 
 WINDOWS = (0, 1, 3, 7, 15)
 """Tokens drafted a round; with the token before them as many rows as steps are captured for."""
-TRIED, KEPT = 5, 9
-"""Rounds after which a window is known, of which the first may be compiled or captured; and how many are kept."""
+TRIED, KEPT = 3, 9
+"""Rounds after which a window is known, and how many are kept."""
 AGAIN = 512
 """Rounds of as many sequences after which other windows are tried anew: memories grow, and loads change."""
 FORGET = 0.99
@@ -21,9 +20,10 @@ class Load:
     """Which window gives most tokens a second, for each number of sequences that take rounds together (up to the next power
     of two).
 
-    A window's worth is what its rounds commit, by the share of drafted tokens that targets keep, over the median of the
-    seconds that they took. Windows are tried from none on, as long as each is worth more than the one before it. So where
-    many sequences make verifying cost more than it gains, the draft rests.
+    A window's worth is what its rounds commit, by the share of drafted tokens that targets keep, over the least of the
+    seconds that they took: other work makes some of them slower, and none faster. Windows are tried from none on, as long
+    as each is worth more than the one before it. So where many sequences make verifying cost more than it gains, the draft
+    rests.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Load:
             if len(seconds) < TRIED:
                 return window
             said = count - drafting + drafting * sum(keep**n for n in range(window + 1))
-            worth = said / statistics.median(seconds)
+            worth = said / min(seconds)
             if worth <= best:
                 break
             best, chosen = worth, window
@@ -50,7 +50,8 @@ class Load:
         return chosen
 
     def took(self, count: int, window: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
-        """A round of `count` sequences took `seconds`; `judged`: of each that drafted, tokens proposed and kept."""
+        """A round of `count` sequences took `seconds`, nothing of it for the first time; `judged`: of each that drafted,
+        tokens proposed and kept."""
         size = _size(count)
         self._seconds[size, window].append(seconds)
         self._rounds[size] += 1
@@ -68,7 +69,7 @@ class Load:
         """Milliseconds of a round of `count` sequences by window, of those that were tried."""
         size = _size(count)
         tried = [window for window in WINDOWS if self._seconds.get((size, window))]
-        return {window: 1e3 * statistics.median(self._seconds[size, window]) for window in tried}
+        return {window: 1e3 * min(self._seconds[size, window]) for window in tried}
 
 
 def _size(count: int) -> int:

@@ -61,6 +61,8 @@ class Replays:
         self._device = device
         self.works = device.type == "cuda"
         """Whether anything is captured: then a number of the host that changes is best given to work by a tensor."""
+        self.warm = True
+        """Whether the last call took what such a call takes from now on: it was not the first, and captured nothing."""
         # By name and place: a capture; where results of work that has run once will go (nowhere: empty); or that it cannot
         # be captured.
         self._held: dict[Hashable, dict[Hashable, _Replay | tuple[Tensor, ...] | Literal["unfit"]]] = {}
@@ -96,6 +98,7 @@ class Replays:
         ways = self._held.setdefault(name, {})
         # The last one used is the last of all.
         held = ways.pop(at, None)
+        self.warm = held is not None and not isinstance(held, tuple)
         if held is None:
             if len(ways) == KEPT:
                 del ways[next(iter(ways))]

@@ -6,13 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mmaccel.cli import answer
 from mmaccel.cli.caption import Words
-from tests.spies import heard
+from mmaccel.core.recipe import Recipe
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -56,7 +57,14 @@ def test_a_pairing_s_preset_takes_another_draft(call: Call, clip: str, pair: str
 def test_a_lossy_prefill_is_held_against_itself_without_the_draft(
     call: Call, clip: str, pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met = heard(monkeypatch, answer, "generate", lambda model, *_, **__: model.recipe)
+    met: list[Recipe] = []
+    generate = answer.generate
+
+    def noted(model: Any, *rest: Any, **more: Any) -> answer.Generation:
+        met.append(model.recipe)
+        return generate(model, *rest, **more)
+
+    monkeypatch.setattr(answer, "generate", noted)
     recipe = tmp_path / "short.yaml"
     recipe.write_text("sparse: {name: a_shape, sink: 16, window: 16}\ndense_tail: 0\ndraft: prompt_lookup\n")
     status, out, err = call("caption", clip, "--model", pair, "--recipe", recipe, "--json", *SHORT)

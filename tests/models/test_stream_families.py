@@ -368,17 +368,13 @@ def test_a_stored_video_under_a_pattern(kind: str) -> None:
     assert sparse_[1] is not None and 0 < sparse_[1] < 1 and (dense[0] - sparse_[0]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("kind", "kv"),
-    product(["qwen3_vl", "internvl", "perception_lm", "glm46v"], ["rekv", "streammem", "full"]),
-)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "perception_lm", "glm46v"])
+@pytest.mark.parametrize("kv", ["rekv", "streammem", "full"])
 def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
     model, _ = pair(kind)
-    before, seen = (
-        {},
-        heard(monkeypatch, step.StreamSteps, "run", lambda steps, given, embeds, *_: len(embeds)),
-    )
+    before: dict[str, Tensor] = {}
+    seen = heard(monkeypatch, step.StreamSteps, "run", lambda steps, given, embeds, *_: len(embeds))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name and weight.ndim == 1:

@@ -21,8 +21,6 @@ from mmaccel.core.streams import session_io
 from tests.models.streams import FPS, film, logits
 from tests.models.test_session_faults import begun
 
-OURS = {"session.json", "data-1", "data-2"}
-
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

@@ -87,9 +87,18 @@ def refuses(got, name: str) -> bool:
     return isinstance(got, MmaccelError) and str(got).startswith(f"{name}: ") and str(got).endswith(".")
 
 
+def in_turn(name):
+    """The recipes that an argument is given to by default: that of drafts, that of streams, and one of the others."""
+    first, *others, drafted, streamed = RECIPES
+    return [[first, *others][list(GENERATE).index(name) % 3], drafted, streamed]
+
+
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in turn", "every"]
+)
 @pytest.mark.parametrize("name", [name for name in GENERATE if name in of_generate()])
 @pytest.mark.filterwarnings("ignore")
-def test_generate(models, name):
+def test_generate(models, name, every):
     model = models["llava"]["plain"]
     call = {**prompt("llava", PROMPTS["video"]), "max_new_tokens": 5, "do_sample": False}
     before = model.generate(**call)
@@ -105,7 +114,7 @@ def test_generate(models, name):
         return found if isinstance(found, Exception) else (found, streamer.shown)
 
     plain = run(model)
-    for recipe in RECIPES:
+    for recipe in RECIPES if every else in_turn(name):
         got = run(models["llava"][recipe])
         if recipe == "offload" and isinstance(plain, tuple) and isinstance(plain[0], dict):
             # A memory of streams ends with its call.

@@ -21,6 +21,8 @@ from tests import SOURCES
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 
 

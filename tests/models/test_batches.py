@@ -18,6 +18,8 @@ from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import product
 from tests.spies import heard
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 KINDS = ("two videos", "text", "interleaved")
 TOKENS = 24
 ALWAYS = {"in_batches": "always"}
@@ -251,7 +253,7 @@ def test_what_is_drawn_has_the_target_s_distribution():
         joint = torch.zeros(len(p), len(p), dtype=torch.float64)
         joint[firsts] = p[firsts, None] * law(torch.cat([ids.expand(top, -1), firsts[:, None]], 1)).double()
     draft = Sequential(**ALWAYS, model=other, window=2)
-    rows = 600
+    rows = 300
     with mmaccel.accelerate(model, draft=draft) as fast:
         torch.manual_seed(3)
         drawn = model.generate(**batch("llava", [one] * rows), max_new_tokens=3, do_sample=True, top_k=top)

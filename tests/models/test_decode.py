@@ -27,7 +27,7 @@ from tests.products import product
 from tests.spies import heard
 
 BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl")}}
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))

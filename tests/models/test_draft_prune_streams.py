@@ -26,6 +26,8 @@ from mmaccel.policies.kv.no_cache import _Frames
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 TIGHT = every_stream(frames=6, window=8)
 ALL = every_stream()
 TOKENS = 14

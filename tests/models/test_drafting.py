@@ -13,6 +13,8 @@ from mmaccel.policies.draft.sequential import Sequential
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 # A video of more frames than a frame has rows or columns: rotary positions of text then lie below the video's last.
 PIECES = {**PROMPTS, "many frames": [("text", 4), ("video", 30), ("text", 5)]}
 

@@ -19,6 +19,8 @@ from mmaccel.policies.kv.full import FullState
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request: pytest.FixtureRequest) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:

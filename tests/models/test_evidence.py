@@ -15,6 +15,8 @@ from tests.models.streams import QUESTION, every_stream, film, open_session, pai
 from tests.products import product
 from tests.spies import heard
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 FIELDS = {
     "mosaic": {"frames": 16, "window": 16},
     "rekv": {"frames": 16, "window": 16},

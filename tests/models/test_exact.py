@@ -12,7 +12,7 @@ from tests.products import product
 
 FAMILIES = sorted(EVERY)
 TOLERANCE = 1e-5
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -13,6 +13,8 @@ import mmaccel
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 TIGHT = every_stream(frames=6, window=8)
 NAMES = sorted(TIGHT)
 HOW = ("host_", "fetch_", "prefetch_", "bytes", "index_bytes", "summary_bytes")

@@ -18,7 +18,7 @@ from tests.products import product
 
 EQUAL = 1e-5
 FRAMES = 22
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 ARCHIVED: dict[str, Any] = {"frames": 64, "window": 6, "local": 3, "positions": "original"}
 ROOMY: dict[str, dict[str, Any]] = {
     # Windows are small: what is encoded under them alone is another.

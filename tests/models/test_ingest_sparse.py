@@ -25,7 +25,7 @@ FEW: dict[str, dict[str, Any]] = {
 # Clips of streammem are 60 tokens of the random Qwen: too short for any pattern.
 LONG = product(NAMES, ROOMY, where=lambda *case: case != ("random-qwen", "streammem"))
 KEPT = [kv for kv in ROOMY if kv != "no_cache"]
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 
 
 @pytest.mark.parametrize(("name", "kv"), LONG)

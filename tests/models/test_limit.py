@@ -17,6 +17,8 @@ from mmaccel.policies.draft import Off, Parallel, PromptLookup, Sequential, Spar
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 ROOM = 13
 STRATEGIES: dict[str, Any] = {
     "off": lambda model: Off(),

@@ -17,11 +17,13 @@ from mmaccel.models import step
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 MEMORIES: dict[str, Any] = {
     **every_stream(frames=4, window=6),
     "mosaic": {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2},
 }
-SESSIONS, TOKENS = 3, 40
+SESSIONS, TOKENS = 3, 20
 
 
 def told(answer: Any) -> tuple[Any, ...]:

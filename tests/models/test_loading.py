@@ -17,6 +17,8 @@ from mmaccel.core.errors import ModelError
 from mmaccel.models import step
 from tests.models.streams import QUESTION, film
 
+pytestmark = pytest.mark.in_turn("folder", 1)
+
 T = pytest.importorskip("transformers")
 SPARSE = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
 STOCK = pytest.mark.skipif(find_spec("torchvision") is None, reason="Qwen3-VL's processor needs torchvision")

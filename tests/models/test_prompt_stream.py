@@ -21,6 +21,8 @@ from tests.models.tiny_random import prompt as random_prompt
 from tests.products import product
 from tests.spies import heard
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 ROOM = {name: kv for name, kv in every_stream().items() if name not in ("full", "window")}
 TIGHT = {name: kv for name, kv in every_stream(4, 4).items() if name in ROOM}
 CLOSE = {"rtol": 0.0, "atol": 1e-5}

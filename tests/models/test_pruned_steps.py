@@ -19,7 +19,7 @@ from tests.models.test_decode import counted, graphs_of
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import product
 
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 1)]
 PRUNERS: dict[str, Any] = {
     "fastv": FastV(retention=0.4),
     "fastv, numbered anew": FastV(retention=0.4, compact=True),

@@ -21,7 +21,7 @@ FRAMES = 22
 LONG = " ".join([QUESTION] * 20)
 STREAMS = every_stream(frames=6, window=8)
 HOW: dict[str, Any] = {"backend": "reference", "dense_tail": 16}
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 
 
 def watched(name: str, kv: str, frames: int = FRAMES, **how: Any) -> mmaccel.VideoSession:

@@ -8,6 +8,8 @@ from mmaccel.core.registry import registry
 from tests.models.tiny_random import BUILD, batch, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 SMALL = {
     "a_shape": {"sink": 16, "window": 32},
@@ -152,8 +154,11 @@ def test_padding_behind_a_prompt_takes_none_of_its_dense_rows(family, name):
             assert (pieces - together)[right["attention_mask"].bool()].abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in WITHIN else pytest.mark.slow) for n in SPARSE]
+)
 def test_backends_agree(family, name):
+    """Each pattern within some boundary, by default."""
     kind, model = family
     inputs = prompt(kind, PIECES)
     out = {}

@@ -18,6 +18,8 @@ from mmaccel.policies.kv.store import slabs
 from tests.models.streams import CLUSTERS, FPS, QUESTION, open_session, pair
 from tests.models.streams import film as frames_of
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 COUNT, WINDOW, KEEP = 50, 6, 8.0
 ALL = 1 << 20
 KEEPERS: dict[str, dict[str, Any]] = {

@@ -20,6 +20,8 @@ from tests.models.streams import FPS, film
 from tests.models.test_session_faults import begun
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     """What is synced, moved and removed from now on, in order."""

@@ -18,6 +18,8 @@ from mmaccel.policies.prune import FastV
 from tests.models.tiny_random import BUILD, IMG, VE, VID, VS, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 TOKENS = 10
 DRAFTS: dict[str, Callable[..., Any]] = {
     "off": lambda model: "off",

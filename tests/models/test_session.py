@@ -17,6 +17,8 @@ from mmaccel.media import Video
 from mmaccel.models.attention import PLAIN
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 TIGHT = every_stream(frames=4, window=6)
 
 

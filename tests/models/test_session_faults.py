@@ -15,6 +15,8 @@ from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, StoreErro
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 TIGHT = every_stream(frames=4, window=6)
 NAME = "random-ov"
 

@@ -23,6 +23,8 @@ from mmaccel.policies.draft import Off, Sequential
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 CPU, OTHER = torch.device("cpu"), torch.device("cpu:0")
 """Two names of the one device that is always there: hooks and runs are laid as for two."""
 

@@ -10,6 +10,8 @@ from mmaccel.core.errors import ModelError
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, batch, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 DRAFT = {"name": "prompt_lookup", "in_batches": "always"}
 FULL = {"sparse": {"name": "a_shape", "sink": 512, "window": 512}}
 RECIPES = {

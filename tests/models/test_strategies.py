@@ -12,6 +12,8 @@ from mmaccel.policies.draft.sparse_to_dense import _Sparse
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 PIECES = {**PROMPTS, "many frames": [("text", 4), ("video", 30), ("text", 5)]}
 
 

@@ -23,6 +23,8 @@ from mmaccel.policies.kv.recent import Recent
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 TIGHT = every_stream(frames=6, window=8)
 FAMILIES = ("random-ov", "random-qwen")
 TOKENS = 14

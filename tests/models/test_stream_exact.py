@@ -27,7 +27,7 @@ from tests.products import product
 WHOLE = every_stream()
 TIGHT = every_stream(frames=6, window=8)
 TOLERANCE, EQUAL = 1e-4, 1e-5
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 MIXED = [("tiny-ov", "rekv"), ("tiny-ov", "mosaic"), ("tiny-qwen", "rekv"), ("tiny-qwen", "mosaic")]
 BOTH = product(("random-ov", "random-qwen"), WHOLE)
 

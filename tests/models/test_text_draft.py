@@ -21,6 +21,8 @@ from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 
 def words_of(target: torch.nn.Module | None = None, vocab: int = VOCAB) -> T.Qwen2ForCausalLM:
     """A Qwen2 of the tiny models' sizes, with the weights of the language model of `target` if that is given."""

@@ -16,6 +16,8 @@ from mmaccel.core.registry import registry
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 NAME = "random-qwen"  # two frames a unit, four positions a second
 STEP = 0.5
 """Seconds between two frames of the dense video that has a frame at each of the times."""

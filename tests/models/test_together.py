@@ -22,7 +22,7 @@ from tests.models.tiny_random import model as tiny
 
 BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl")}}
 KINDS = ["text", "video", "interleaved", "long", "image"]
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))

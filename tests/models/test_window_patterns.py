@@ -13,7 +13,7 @@ from tests.products import product
 
 SINKS, WINDOW, TAIL = 4, 90, 8
 KV = {"name": "window", "sinks": SINKS, "window": WINDOW, "margin": 8}
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 1)]
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))

@@ -53,6 +53,8 @@ class StreamModel(ABC):
     shares: bool = False  # whether it has `run_each`
     words_beside: tuple[int, int] = (0, 0)
     """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
+    ready: Callable[[StreamState], Any] = staticmethod(lambda state: None)
+    """Before the first token of an answer on a memory: what a step of it does when it comes for the first time."""
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
 
@@ -217,14 +219,10 @@ def family_of(kind: str) -> ModelFamily:
 
 
 class Accelerated:
-    """A model with a recipe attached. Also a context manager: leaving it detaches.
+    """A model with a recipe attached. Also a context manager: leaving it detaches. Attributes: `model` (inside its wrapper,
+    if it came in one), `recipe`, `attention` (decided once), `view` (the handle that policies get)."""
 
-    Attributes: `model` (inside its wrapper, if it came in one), `recipe`, `attention` (decided once), `view` (the handle
-    that policies get).
-    """
-
-    context: Context | None = None
-    """The processes with which this one shares the rows of a prompt."""
+    context: Context | None = None  # the processes with which this one shares the rows of a prompt
     seat: Seat | None = None  # of its next call of `generate`, in a batch of several calls
 
     def __init__(self, model: nn.Module, recipe: Recipe, context_mesh: DeviceMesh | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from mmaccel.backends import measure, select
 from mmaccel.backends.measure import Bench, Costs, Line, Shape, bench, measured_costs
 from mmaccel.backends.select import Store
+from mmaccel.core.memory.buffers import host_total
 
 STEP_LAYERS = 4
 """Of the small model whose step is timed."""
@@ -151,4 +151,4 @@ def _copy(source: torch.device, device: torch.device, bench: Bench) -> float:
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_total()

@@ -47,6 +47,24 @@ def steps_of(stream: Any) -> StreamSteps:
     return found  # type: ignore[no-any-return]
 
 
+def ready(stream: Any, state: StreamState) -> None:
+    """Before the first token: a step of the answer on `state` is computed as often as it takes until it is captured."""
+    if stream.device.type not in DEVICES:
+        return
+    steps, word, length = stream._few, stream.words(torch.zeros(1, dtype=torch.long)), state.length()
+    for _ in range(2):
+        state.begin_pass(StreamPass(kind="answer", rows=1))
+        slots = state.all_write_slot()
+        new = slots is not None and steps.serves(word, True) and not steps.replays(slots)
+        if new:
+            with stream.busy():
+                steps.run(None, word, False, slots)
+        state.end_pass()
+        state.truncate(length)
+        if not new:
+            break
+
+
 class StreamSteps:
     """Questions and answers on a stream: what is between two layers' retrieval is one captured function, and all layers of
     a pass of an answer, which retrieves nothing."""
@@ -163,13 +181,10 @@ class StreamSteps:
         """All layers. What they share, angles and the column that rows are written to, is sent once."""
         x = self._entered(embeds)
         layers, count, room = self._layers, len(x), self._replays.room
-        angles = {id(slot.angles): slot.angles for slot in slots}
-        begins = list(dict.fromkeys(slot.column for slot in slots))
-        turned = [list(angles).index(id(slot.angles)) for slot in slots]
-        wrote = [begins.index(slot.column) for slot in slots]
+        angles, begins, turned, wrote, name = self._named(slots, count)
         sizes = (2, 1, count, slots[0].angles[0].shape[-1])
         ropes = [room(("rope", n), sizes, x.dtype) for n in range(len(angles))]
-        for rope, pair in zip(ropes, angles.values(), strict=True):
+        for rope, pair in zip(ropes, angles, strict=True):
             for place, angle in zip(rope, pair, strict=True):
                 place[:, : angle.shape[2]] = angle[0]
         starts = [room(("from", n), (1, 1), torch.long).fill_(column) for n, column in enumerate(begins)]
@@ -177,9 +192,6 @@ class StreamSteps:
         biases = {n: room(("bias", n), tuple(one.shape), one.dtype) for n, one in biased}
         if biases:
             torch._foreach_copy_(list(biases.values()), [one for _, one in biased])
-        sides = [side for slot in slots for side in (slot.key, slot.value)]
-        if len(self._sides) != len(sides) or any(map(is_not, self._sides, sides)):
-            self._sides, self._lie = sides, tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
 
         def work() -> tuple[Tensor, ...]:
             rows, columns = Rows(x), [start + layers[0].line[:, :count] for start in starts]
@@ -189,9 +201,29 @@ class StreamSteps:
             x.copy_(rows.rows)
             return ()
 
-        shapes = tuple((n, one.shape) for n, one in biases.items())
-        self._replays(("answer", count, tuple(turned), tuple(wrote), shapes), work, at=self._lie)
+        self._replays(name, work, at=self._lie)
         return normed(self._family.text(self._model).norm, x[: len(embeds)], self._family)
+
+    def _named(
+        self, slots: list[CacheSlot], count: int
+    ) -> tuple[list[Any], list[int], list[int], list[int], Any]:
+        """Of a step of `count` rows: the angles and first columns that layers have, which of these each has, and the name
+        of its capture, at `_lie`."""
+        angles = {id(slot.angles): slot.angles for slot in slots}
+        begins = list(dict.fromkeys(slot.column for slot in slots))
+        turned = [list(angles).index(id(slot.angles)) for slot in slots]
+        wrote = [begins.index(slot.column) for slot in slots]
+        shapes = tuple((n, slot.bias.shape) for n, slot in enumerate(slots) if slot.bias is not None)
+        sides = [side for slot in slots for side in (slot.key, slot.value)]
+        if len(self._sides) != len(sides) or any(map(is_not, self._sides, sides)):
+            self._sides, self._lie = sides, tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
+        name = "answer", count, tuple(turned), tuple(wrote), shapes
+        return list(angles.values()), begins, turned, wrote, name
+
+    def replays(self, slots: list[CacheSlot]) -> bool:
+        """Whether a step of one row of an answer is a replay."""
+        self._replays.under(self._watched)
+        return self._replays.ready(self._named(slots, 1)[-1], self._lie)
 
     def _rest(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
         return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv)

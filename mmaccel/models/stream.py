@@ -60,6 +60,9 @@ class StreamPasses:
             self.attention = attachment.owner.attention
         self.text: Any = family.text(model)
         self._gate, self.turns = gate_of(self.text), turns_of(self.text)
+        self._between = functools.partial(self.turns.between, self.device)
+        if self.device.type in step.DEVICES:
+            self.ready: Any = functools.partial(step.ready, self)
 
     @functools.cached_property
     def _few(self) -> step.StreamSteps:
@@ -70,6 +73,8 @@ class StreamPasses:
         """Of a video's `inputs`, `units` steps of `unit` tokens: features [n, P, E] of the units of a stream, which are
         these or what the recipe's pruner leaves of each group of them, and [m, E] of the marks behind them."""
         with self.busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
+            for block in self._tower:
+                hooks.before(block, self._between)
             listens = self.thins is not None and self.thins.needs & {"vision_attention", "vision_key"}
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             rows = self.family.frames(self.model, inputs)
@@ -77,6 +82,12 @@ class StreamPasses:
             return thinned(self.thins, self.view.geometry, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
+
+    @functools.cached_property
+    def _tower(self) -> nn.ModuleList:
+        """The layers of the vision tower."""
+        others = {*self.model.modules()} - {*self.text.modules()}
+        return max((x for x in others if isinstance(x, nn.ModuleList)), key=len, default=nn.ModuleList())
 
     def _layers(self) -> list[nn.Module]:
         """Those with attention, as a memory numbers them."""
@@ -130,9 +141,8 @@ class StreamPasses:
         depth = self.view.geometry.layers
         # The last rows of a question are a prompt's last; no row of a unit is.
         rest = 0 if few else self.attention.recipe.dense_tail
-        run = ForwardPass(
-            self.attention, False, rest, branches, state=state, stream=True, check=check, meter=meter
-        )
+        told: dict[str, Any] = {"check": check or (None if few else self._between), "meter": meter}
+        run = ForwardPass(self.attention, False, rest, branches, state=state, stream=True, **told)
         captured = few and branches is None and not input_hooks and embeds.device.type in step.DEVICES
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         slots = None if steps is None else state.all_write_slot()
@@ -187,10 +197,7 @@ class StreamPasses:
         self, state: StreamState, hidden: bool, input_hooks: Mapping[int, Callable[[Tensor], None]]
     ) -> Iterator[None]:
         """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to, and
-        `input_hooks` are called with the input of theirs.
-
-        The model is nobody's: what another thread calls meanwhile computes what it does without us.
-        """
+        `input_hooks` the input of theirs. What another thread calls meanwhile computes what it does without us."""
         thread = threading.get_ident()
 
         def unturned(module: nn.Module, args: Any, out: Any) -> Any:
@@ -202,13 +209,7 @@ class StreamPasses:
         def left(whole: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
             return (query, key) if threading.get_ident() == thread else whole(query, key, *rest, **named)
 
-        def ahead(number: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-            if threading.get_ident() == thread:
-                state.ahead(number, args[0] if args else kwargs["hidden_states"])
-
-        def entering(
-            ear: Callable[[Tensor], None], module: nn.Module, args: Any, kwargs: Mapping[str, Any]
-        ) -> None:
+        def entering(ear: Callable[[Tensor], None], _: nn.Module, args: Any, kwargs: Any) -> None:
             if threading.get_ident() == thread:
                 ear(args[0] if args else kwargs["hidden_states"])
 
@@ -229,7 +230,7 @@ class StreamPasses:
                 for module in self.family.states(self.model).values():
                     hooks.before(module, recurrent.noted)
             for number, layer in enumerate(layers if hidden else ()):
-                hooks.before(layer, functools.partial(ahead, number))
+                hooks.before(layer, functools.partial(entering, functools.partial(state.ahead, number)))
             for number, ear in input_hooks.items():
                 if number < len(layers):
                     hooks.before(layers[number], functools.partial(entering, ear))
@@ -269,8 +270,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         if not self.fits(frames, size):
             frames = self.resized(frames, size)
         if self.device.type == "cuda" and not frames.is_cuda:
-            # Otherwise the host would wait for all that the device has yet to do.
-            frames = frames.pin_memory().to(self.device, non_blocking=True)
+            frames = frames.pin_memory().to(self.device, non_blocking=True)  # without waiting for the device
         seen, unit = self._unit(size)
         inputs = self._pixels(frames, seen)
         if self.family.frame_size(self.model, inputs) != seen:

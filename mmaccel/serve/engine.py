@@ -34,7 +34,7 @@ from mmaccel.serve.kept import Kept, KeptVideos, keeps_all
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Refused, Settings
-from mmaccel.serve.speech import Cutter, Speech
+from mmaccel.serve.speech import Cutter, Speech, tokens_to_stop
 from mmaccel.serve.turns import Turns
 
 log = logging.getLogger("mmaccel.serve")
@@ -275,6 +275,8 @@ class Engine:
         evidence = kept.told(answer.evidence, wanted.thumbnails) if wanted.evidence else None
         reason = "stop" if cutter.stopped else answer.finish_reason
         rows, new = report["prompt_tokens"], len(answer.ids)
+        if cutter.stopped:
+            new = tokens_to_stop(self.processor.decode, answer.ids, asked.request.stops)
         return Completion(cutter.said, reason, rows, new, asked.recipe, report, evidence)
 
     # All others.

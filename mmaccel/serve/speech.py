@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,16 @@ class Cutter:
         return piece
 
 
+def tokens_to_stop(decode: Callable[[list[int]], str], ids: Sequence[int], stops: Sequence[str]) -> int:
+    """How many of `ids`, whose text has one of `stops`, it takes for that: a step may have verified more of them."""
+
+    def stopped(count: int) -> bool:
+        text = decode([*ids[:count]])
+        return any(stop in text for stop in stops)
+
+    return bisect.bisect_left(range(len(ids)), True, key=stopped)
+
+
 class Speech:
     """A streamer for transformers' `generate` that turns tokens into text; its `ended` is the stopping criterion.
 
@@ -50,7 +61,7 @@ class Speech:
         deadline: Deadline,
     ) -> None:
         self.ids: list[int] = []
-        self.cutter = Cutter(stops)
+        self.cutter, self._stops = Cutter(stops), stops
         self._decode, self._put, self._deadline, self._prompt = decode, put, deadline, True
 
     def put(self, value: Tensor) -> None:
@@ -62,6 +73,8 @@ class Speech:
 
     def end(self) -> None:
         self._say(True)
+        if self.cutter.stopped:
+            del self.ids[tokens_to_stop(self._decode, self.ids, self._stops) :]
 
     def _say(self, whole: bool) -> None:
         if piece := self.cutter.grown(self._decode(self.ids), whole):

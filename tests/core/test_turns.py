@@ -8,6 +8,7 @@ import time
 import pytest
 
 from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.streams import parts
 from mmaccel.core.streams.parts import Turns
 
 
@@ -25,7 +26,8 @@ def beside(*works: object) -> list[threading.Thread]:
     return threads
 
 
-def test_turns_come_in_the_order_of_asking() -> None:
+def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
     turns, order = Turns(), list[str]()
 
     def work(name: str) -> None:
@@ -119,3 +121,92 @@ def test_many_threads_lose_no_turn() -> None:
     for thread in threads:
         thread.join(30)
     assert counts == [1600] and turns._holder is None and not turns._waiting
+
+
+def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for something else waits for the pass's end, whoever asked first."""
+    monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
+    turns, order = Turns(), list[str]()
+
+    def other() -> None:
+        with turns.holding():
+            order.append("other")
+
+    def tokens() -> None:
+        with turns.holding(token=True):
+            order.append("token")
+            turns.give_way()
+            order.append("token")
+            turns.finish_passes()
+            order.append("answered")
+
+    with turns.holding():
+        threads = beside(other)
+        until(turns, 1)
+        threads += beside(tokens)
+        until(turns, 2)
+        for _ in range(3):  # to the first token, to the second, and to nobody
+            turns.let_tokens()
+            order.append("layer")
+    for thread in threads:
+        thread.join(10)
+    assert order == ["token", "layer", "token", "layer", "layer", "other", "answered"]
+    assert turns._holder is None and turns._still is None
+
+
+def test_a_pass_above_one_that_stands_still_lets_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes put on a model is taken back in order: the lower one waits for the end of the upper one."""
+    monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
+    turns, order = Turns(), list[str]()
+
+    def upper() -> None:
+        with turns.holding():
+            threads.extend(beside(token))
+            until(turns, 2)
+            turns.give_way(inside=True)
+            order.append("upper")
+
+    def token() -> None:
+        with turns.holding(token=True):
+            order.append("token")
+
+    threads = list[threading.Thread]()
+    with turns.holding():
+        threads += beside(upper)
+        until(turns, 1)
+        turns.give_way(inside=True)
+        order.append("lower")
+    for thread in threads:
+        thread.join(10)
+    assert order == ["token", "upper", "lower"]
+
+
+def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for too long is next, and then whoever asked first: neither has to wait for ever."""
+    monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
+    turns, order = Turns(), list[str]()
+
+    def work(name: str) -> None:
+        with turns.holding(token=name == "token"):
+            order.append(name)
+
+    threads = []
+    with turns.holding():
+        for number, name in enumerate(("a", "b", "token", "token", "c")):
+            threads += beside(lambda name=name: work(name))
+            until(turns, number + 1)
+    for thread in threads:
+        thread.join(10)
+    assert order == ["token", "a", "token", "b", "c"]
+    monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
+    order.clear()
+    with turns.holding():
+        threads = beside(lambda: work("a"))
+        until(turns, 1)
+        threads += beside(lambda: work("token"))
+        until(turns, 2)
+        turns.let_tokens()  # none has waited for long
+        order.append("pass")
+    for thread in threads:
+        thread.join(10)
+    assert order == ["pass", "a", "token"]

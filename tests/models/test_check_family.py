@@ -69,10 +69,15 @@ def _backwards(self: Any, model: Any, inputs: Any) -> Any:
     return replace(made, frame=torch.where(made.frame < 0, made.frame, made.frame.max() - made.frame))
 
 
+def _together(family: Any, *given: Any) -> Any:
+    images, videos = Qwen25VL.grids(family, *given)
+    return images, [replace(video, apart=False) for video in videos]
+
+
 PLAIN = deepstack.of_columns
 FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
     "features that chunks lose": (deepstack, "of_columns", _lost, "_dense", "dense in chunks"),
-    "frames that follow each other": (Qwen3VL, "grids", Qwen25VL.grids, "_dense", "placeholders"),
+    "frames that follow each other": (Qwen3VL, "grids", _together, "_dense", "placeholders"),
     "frames from the last to the first": (Qwen3VL, "layout", _backwards, "_layout", "columns of frames"),
 }
 

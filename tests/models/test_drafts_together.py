@@ -180,9 +180,14 @@ def test_a_draft_that_fails_in_a_shared_step_ends_alone(
     batch.load = Fixed(4)
     with pytest.warns(mmaccel.MmaccelWarning, match="the draft failed"):
         together, reports = answers(model, [recipe], batch)
-    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
     dropped = ["failed" in str(one.draft) and bool(one.draft.get("failed")) for one in reports]
     assert failed and sum(dropped) == 1
+    # One that is sampled has the same distribution without a draft, by other random numbers.
+    same = [torch.equal(a, b) for a, b in zip(together, alone, strict=True)]
+    assert all(
+        one or (gone and CALLS[n][1]["do_sample"])
+        for n, (one, gone) in enumerate(zip(same, dropped, strict=True))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -196,7 +201,7 @@ def test_tokens_that_are_never_said_are_those_in_every_type(dtype: torch.dtype) 
 class Stand:
     """A sequence of so many rounds in `Batch`, whose draft's logits end in an error if it is `bad`."""
 
-    adapts, judged, together = False, (0, 0), None
+    adapts, unread, judged, together = False, False, (0, 0), None
 
     def __init__(self, rounds: int, bad: bool = False, begun: Callable[[], object] = lambda: None) -> None:
         self.left, self.bad, self.ended, self.target, self.dropped = rounds, bad, False, self, 0
@@ -230,6 +235,62 @@ def test_logits_that_one_draft_cannot_take_are_nothing_to_the_others() -> None:
     some: list[Any] = [Stand(3), Stand(3, bad=True), Stand(3)]
     Batch().run(some)
     assert [one.dropped for one in some] == [0, 3, 0] and all(one.ended for one in some)
+
+
+class Adapts(Stand):
+    """One whose draft reads its prompt in the first round in which it drafts."""
+
+    adapts, unread = True, True
+
+    def offer(self, most: int | None) -> Any:
+        self.asked = most
+        self.unread = self.unread and not most
+        yield from ()
+        return (torch.zeros(1, 1).long(),)
+
+
+def test_one_draft_a_round_reads_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the others' tokens wait for one of them at most; and the seconds of such a round tell nothing of windows."""
+    batch, seen, took = Batch(), list[list[int]](), list[int]()
+    some: list[Any] = [Adapts(6) for _ in range(4)]
+    batch.load = Fixed(3)
+    monkeypatch.setattr(batch.load, "took", lambda count, window, *rest: took.append(window))
+    offers = batch._offers
+
+    def noted(works: Any) -> Any:
+        return offers(works), seen.append([one.asked for one in works])
+
+    monkeypatch.setattr(batch, "_offers", lambda works: noted(works)[0])
+    batch.run(some)
+    assert seen == [[3, 0, 0, 0], [3, 3, 0, 0], [3, 3, 3, 0], *[[3, 3, 3, 3]] * 3]
+    assert took == [3, 3]
+
+
+def test_what_one_memory_cannot_take_back_ends_its_sequence_alone() -> None:
+    class Together:
+        def __call__(self, runners: Any, ids: Any) -> Any:
+            if len(runners) > 1:
+                raise torch.OutOfMemoryError("no room")
+            return [one.step(rows) for one, rows in zip(runners, ids, strict=True)]
+
+    class Stuck(Stand):
+        def truncate(self, length: int) -> None:
+            if self.bad:
+                raise ValueError("it is stuck")
+
+    some: list[Any] = [Stuck(3), Stuck(3), Stuck(3)]
+    some[1].bad, together = True, Together()
+    for one in some:
+        one.together = together
+        one.offer = lambda most: iter_of((torch.zeros(1, 1).long(),))
+    with pytest.raises(ValueError, match="it is stuck"):
+        Batch().run(some)
+    assert [one.left for one in some] == [0, 3, 0]
+
+
+def iter_of(offer: Any) -> Any:
+    yield from ()
+    return offer
 
 
 class Cold:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.media.video import Video, read_image
 from mmaccel.serve.sources import decoded
+from mmaccel.serve.speech import Speech
 from tests.media.films import write_film
 from tests.serve.conftest import QUESTION, Served, frames_url, jpegs, loaded, mp4_url, text, video
 
@@ -154,6 +156,16 @@ def test_stop_texts_end_an_answer_and_are_not_said(served: Served) -> None:
             else:
                 choice = response.json()["choices"][0]
                 assert choice["message"]["content"] == cut and choice["finish_reason"] == "stop"
+
+
+def test_tokens_behind_a_stop_text_are_not_counted() -> None:
+    """A step may verify more of them: what stands behind the stop text is no part of the answer."""
+    said = list[str]()
+    speech = Speech(lambda ids: "".join(map(chr, ids)), ["cd", "zz"], said.append, Deadline())
+    for some in ("prompt", "a", "bcdef"):
+        speech.put(torch.tensor([list(map(ord, some))]))
+    speech.end()
+    assert speech.cutter.stopped and speech.ids == [*map(ord, "abcd")] and "".join(said) == "ab"
 
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

@@ -115,10 +115,13 @@ class Batch:
     def _round(self) -> None:
         with self._changed:
             live = list(self._live)
-        began, free = time.perf_counter(), sum(one.adapts for one in live)
-        self._warm = True
-        most = self.load.most(len(live), free) if free else None
-        offers = self._offers({one: one.offer(most if one.adapts else None) for one in live})
+        began, free = time.perf_counter(), [one for one in live if one.adapts]
+        most = self.load.most(len(live), len(free)) if free else None
+        # The others wait while a draft reads its prompt: one a round.
+        reads = [one for one in free if one.unread] if most else []
+        self._warm = not reads
+        windows = {**dict.fromkeys(live), **dict.fromkeys(free, most), **dict.fromkeys(reads[1:], 0)}
+        offers = self._offers({one: one.offer(windows[one]) for one in live})
         wanted, taken = list[Wanted](), 0
         for one, offered in offers.items():
             with self._careful(one):
@@ -190,8 +193,12 @@ class Batch:
                 return
             # One of them, such as a memory that finds no room to grow, is not to end the others.
             for each, length in zip(some, before, strict=True):
-                each[1].truncate(length)
-                yield from self._stepped([each], told)
+                try:
+                    each[1].truncate(length)
+                except Exception as left:
+                    yield each[0], left
+                else:
+                    yield from self._stepped([each], told)
             return
         if together is not None:
             self._warm &= getattr(together, "warm", True)

@@ -115,9 +115,8 @@ class CarefulDraft:
         try:
             self._meter.draft_ended(draft.counters(), list(draft.notes()))
         except Exception as error:
-            message = (
-                f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
-            )
+            why = f"{type(error).__name__}: {error}"
+            message = f"the report lacks its counters; the answer is complete ({why})"
             self._meter.draft_ended({}, [message])
             warn(f"the draft failed after the answer: {message}.")
 
@@ -170,8 +169,7 @@ class Speculation:
         self._proposal, self._rests = Proposal.empty(), most == 0
         if self._first is not None:
             return None
-        # What a step that broke off has left in the target is gone.
-        self.target.truncate(self._origin + self.ids.shape[1] - 1)
+        self.target.truncate(self._origin + self.ids.shape[1] - 1)  # what a step that broke off left is gone
         proposal = self._proposal
         with self._draft.dropping() as draft:
             if draft is not None and not self._rests:
@@ -254,6 +252,11 @@ class Speculation:
         """Whether its draft may rest, or propose less: with sampled tokens it would take other random numbers."""
         return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
+    @property
+    def unread(self) -> bool:
+        """Whether its draft reads its prompt before it proposes."""
+        return self._first is None and getattr(self._draft.state, "unread", False)
+
     def close(self) -> None:
         """Close the draft, in whatever state it is; a second call does nothing."""
         self._draft.close()
@@ -268,11 +271,8 @@ class Ended(Exception):
 
 
 class Deadline:
-    """The end of one call: `seconds` from now (None: none), or when any thread calls `cancel` or sets
-    `event`, which several calls may share.
-
-    Raises `ModelError` for seconds that are not a positive number.
-    """
+    """The end of one call: `seconds` from now (None: none), or when any thread calls `cancel` or sets `event`, which several
+    calls may share. Raises `ModelError` for seconds that are not a positive number."""
 
     def __init__(self, seconds: float | None = None, event: threading.Event | None = None) -> None:
         number = isinstance(seconds, int | float) and not isinstance(seconds, bool)

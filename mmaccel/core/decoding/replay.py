@@ -77,6 +77,10 @@ class Replays:
             self._rooms.clear()
             self._mark, self._pool = mark, None
 
+    def ready(self, name: Hashable, at: Hashable = None) -> bool:
+        """Whether a call would launch what is captured, or never will."""
+        return not self.works or isinstance(self._held.get(name, {}).get(at), _Replay | str)
+
     def room(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor for work to read and write: zero at first, the same until the mark changes, with what was last in it."""
         known = (name, shape, dtype)

@@ -79,6 +79,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
             cls.plan_of = SparsePattern.plan_of  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 16 <= self.block <= BLOCK or self.block & (self.block - 1):
             raise RecipeError(f"{self.name}: block is {self.block}; give a power of two from 16 to {BLOCK}.")
         for each in fields(self):

@@ -30,7 +30,6 @@ from mmaccel.core.report import Meter
 from mmaccel.core.streams.listening import Listening
 from mmaccel.core.streams.parts import (
     Around,
-    CarefulDraftStream,
     Choosing,
     Question,
     RunningStates,
@@ -38,7 +37,7 @@ from mmaccel.core.streams.parts import (
     joined,
     kept,
 )
-from mmaccel.core.streams.stream_runner import StreamRunner, filled, frame_size
+from mmaccel.core.streams.stream_runner import CarefulDraftStream, StreamRunner, filled, frame_size
 
 FEW = 4
 """Units of a memory of frames that go through the vision tower at a time."""
@@ -179,7 +178,11 @@ def asked(
             live.pruned = pruned.counts
             if not pruned.counts["visual"]:
                 tell_idle(pruned.pruner, meter)
-        yield runner
+        try:
+            yield runner
+        finally:
+            # The scope's end changes what a pass of frames reads.
+            adapter.turns.finish_passes()
 
 
 def _picked(
@@ -290,14 +293,13 @@ class QuestionRunner(Runner):
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Logits [1, V] after a question; `inputs` holds its `stream_pass` and `embeds` [n, E].
-
-        Raises `Ended` when the deadline passes before the last layer.
-        """
+        """Logits [1, V] after a question; `inputs` holds its `stream_pass` and `embeds` [n, E]. Raises `Ended` when the
+        deadline passes before the last layer."""
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
+        self.adapter.ready(self.state)
         return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
@@ -323,10 +325,8 @@ class QuestionRunner(Runner):
     def decode(
         self, strategy: DraftStrategy, most: int, put: Callable[[str], None] | None
     ) -> tuple[str, tuple[int, ...], FinishReason]:
-        """Decode at most `most` tokens after the prefill: the text, its ids, and why it ends.
-
-        `put` gets new text as it comes. Warns when the answer ends with the model's positions.
-        """
+        """Decode at most `most` tokens after the prefill: the text, its ids, and why it ends. `put` gets new text as it
+        comes. Warns when the answer ends with the model's positions."""
         adapter = self.adapter
         assert isinstance(adapter, StreamAdapter)
         ends, tokens, shown = adapter.ends(), list[int](), ""

@@ -20,10 +20,10 @@ from mmaccel.core.decoding.watching import Watching
 from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.parts import CarefulDraftStream, Clip, Turns
+from mmaccel.core.streams.parts import Clip, Turns
 from mmaccel.core.streams.sources import Event, later, reopened
 from mmaccel.core.streams.standing import Standing
-from mmaccel.core.streams.stream_runner import StreamRunner, shown_at
+from mmaccel.core.streams.stream_runner import CarefulDraftStream, StreamRunner, shown_at
 
 Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]

@@ -7,11 +7,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from mmaccel.core.decoding.batch import AnswersTogether, Batch
 from mmaccel.core.decoding.generate import Speculation
-from mmaccel.core.decoding.watching import DraftStream
-from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import Stream, StreamState
 
@@ -162,97 +160,33 @@ class Around:
         """The memory has gone back to so many tokens of units."""
 
 
-SLOW, SLOW_S = 2.0, 20.0
-"""How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
-
-
-class CarefulDraftStream:
-    """The draft's stream beside that of a session: its failure ends the draft alone.
-
-    `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has. One that holds up the
-    stream for more than `SLOW` times what all else takes cannot keep up, and has failed too.
-    """
-
-    def __init__(self, watch: Callable[[], DraftStream] | None = None) -> None:
-        self.stream: DraftStream | None = None
-        self.failed = ""
-        self._born, self._held_up_s = monotonic(), 0.0
-        if watch is not None:
-            with self.dropping():
-                self.stream = watch()
-
-    @contextmanager
-    def dropping(self) -> Iterator[DraftStream | None]:
-        """Run what may fail with the draft's stream; None where there is none."""
-        try:
-            yield self.stream
-        except Exception as error:
-            stream, self.stream = self.stream, None
-            self.failed = f"{type(error).__name__}: {error}"
-            warn(
-                f"the draft's own stream failed and was dropped; the session goes on without a draft ({self.failed})."
-            )
-            if stream is not None:
-                # It is broken already; that it cannot tidy up either is no news.
-                with suppress(Exception):
-                    stream.close()
-
-    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
-        """Take in frames, if there are any."""
-        with self.dropping() as stream:
-            if stream is None or not len(frames):
-                return
-            began = monotonic()
-            stream.take(frames, times, fps, timed)
-            now = monotonic()
-            self._held_up_s += now - began
-            others_s = now - self._born - self._held_up_s
-            if self._held_up_s > max(SLOW_S, SLOW * others_s):
-                raise DraftError(
-                    f"it held up the stream for {self._held_up_s:.0f} s where all else took {others_s:.0f} s; give it "
-                    "a cheaper kv, such as no_cache, or leave the draft out"
-                )
-
-    def idle(self) -> None:
-        """No more frames come for now."""
-        with self.dropping() as stream:
-            if stream is not None:
-                stream.idle()
-
-    def mark(self) -> Any:
-        """The draft's stream as it is now, for `back` to return to; None where there is no draft any more."""
-        with self.dropping() as stream:
-            return None if stream is None else stream.mark()
-
-    def back(self, mark: Any) -> None:
-        """Return the draft's stream to where it was when `mark` was made."""
-        with self.dropping() as stream:
-            if stream is not None:
-                stream.back(mark)
-
-    def close(self) -> None:
-        """Give back what is held; a second call does nothing."""
-        with self.dropping() as stream:
-            self.stream = None
-            if stream is not None:
-                stream.close()
-
-
 WAIT_S = 0.05
 """Seconds between two checks of the deadline while a call waits for its turn."""
+PATIENCE_S = 0.02
+"""Seconds that a token waits before a pass stands still for it: with a layer and the token's own step, half of 60 ms."""
+
+
+class _Waiter(NamedTuple):
+    thread: int
+    event: threading.Event
+    token: bool
+    since: float
 
 
 class Turns:
     """A lock that is given to threads in the order in which they asked for it; its holder may take it again.
 
-    Who works for long gives way in between: those that wait then have their turns, and it goes on after them.
+    Who works for long gives way in between: those that wait then have their turns, and it goes on after them. A pass of
+    frames stands still for tokens alone, which read snapshots: nothing else may see half of what it writes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[int, threading.Event]] = deque()
+        self._waiting: deque[_Waiter] = deque()
         self._holder: int | None = None
-        self._depth, self._paused = 0, False
+        self._depth, self._paused, self._jumped = 0, False, False
+        self._still: _Waiter | None = None  # the pass that stands still for tokens
+        self._behind: Any = None  # when the device has done what came before the last layer
         self.steps: Callable[[], Any] = lambda: (
             None
         )  # what streams of the model share, while one of them holds it
@@ -260,30 +194,60 @@ class Turns:
         """Answers under way that can share steps."""
 
     @contextmanager
-    def holding(self, deadline: Any = None) -> Iterator[float]:
-        """Hold the lock; gives the seconds that this took. Raises `Ended` when the deadline comes first."""
+    def holding(self, deadline: Any = None, token: bool = False) -> Iterator[float]:
+        """Hold the lock, for steps of tokens if `token`; gives the seconds that this took. Raises `Ended` when the deadline
+        comes first."""
         began = monotonic()
-        self._acquire(deadline)
+        self._acquire(deadline, token)
         try:
             yield monotonic() - began
         finally:
             self._release()
 
     def give_way(self, inside: bool = False) -> None:
-        """Let those that wait have their turns, and go on after them. `inside`: a pass of the model is under way; only one
-        may stand still at a time, for what passes put on a model is taken back in order."""
+        """Let those that wait have their turns, and go on after them: with the next token, or, `inside`, with a pass of the
+        model that is under way. What passes put on a model is taken back in order: only one may stand still so at a time,
+        and others stand still for tokens alone."""
+        if inside and self._paused:
+            self.let_tokens()
+        else:
+            self._aside(lambda: bool(self._waiting), token=not inside, inside=inside)
+
+    def let_tokens(self) -> None:
+        """In the middle of a pass: let tokens that have waited for `PATIENCE_S` have their turns, and nothing else."""
+        self._aside(lambda: self._still is None and self._late() is not None, still=True)
+
+    def between(self, device: torch.device, *_: Any) -> None:
+        """Between two layers of a pass, on `device`, which falls at most one layer behind while a token waits."""
         with self._lock:
-            if self._holder != threading.get_ident() or not self._waiting or (inside and self._paused):
+            waits = any(one.token for one in self._waiting)
+        if waits and device.type == "cuda":
+            behind, self._behind = self._behind, torch.cuda.current_stream(device).record_event()
+            if behind is not None:
+                behind.synchronize()
+        self.let_tokens()
+
+    def finish_passes(self) -> None:
+        """Go on when no pass stands still in the middle."""
+        self._aside(lambda: self._still is not None)
+
+    def _aside(
+        self, when: Callable[[], bool], token: bool = False, inside: bool = False, still: bool = False
+    ) -> None:
+        """Queue as the last one, if the lock is held and `when` says so, and wait for it."""
+        with self._lock:
+            if self._holder != threading.get_ident() or not when():
                 return
             depth, self._paused = self._depth, self._paused or inside
-            mine = self._queue()
+            mine = self._queue(token)
+            self._still = mine if still else self._still
             self._next()
         try:
-            while not mine.is_set():
+            while not mine.event.is_set():
                 try:
-                    mine.wait()
+                    mine.event.wait()
                 except BaseException:
-                    mine.wait()  # what is left behind is not to be at work in another's turn
+                    mine.event.wait()  # what is left behind is not to be at work in another's turn
                     raise
         finally:
             self._depth = depth
@@ -306,7 +270,7 @@ class Turns:
     @cached_property
     def batch(self) -> Batch:
         """Where answers that share steps are decoded; each round is a turn."""
-        return Batch(holding=self.holding)
+        return Batch(holding=partial(self.holding, token=True))
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -319,9 +283,9 @@ class Turns:
             yield
         finally:
             try:
-                self._acquire(None)
+                self._acquire(None, token=True)
             except BaseException:
-                self._acquire(None)  # what is left behind is not to be at work in another's turn
+                self._acquire(None, token=True)  # what is left behind is not to be at work in another's turn
                 self._depth = depth
                 raise
             self._depth = depth
@@ -331,31 +295,32 @@ class Turns:
         mine = self._holder == threading.get_ident()
         self._lock, self._waiting = threading.Lock(), deque()
         self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)
+        self._paused, self._still = False, None
         self.__dict__.pop("batch", None)
 
-    def _queue(self) -> threading.Event:
-        mine = threading.Event()
-        self._waiting.append((threading.get_ident(), mine))
+    def _queue(self, token: bool) -> _Waiter:
+        mine = _Waiter(threading.get_ident(), threading.Event(), token, monotonic())
+        self._waiting.append(mine)
         return mine
 
-    def _acquire(self, deadline: Any) -> None:
+    def _acquire(self, deadline: Any, token: bool) -> None:
         if deadline is not None:
             deadline.check()
         with self._lock:
             if self._holder == threading.get_ident():
                 self._depth += 1
                 return
-            mine = self._queue()
+            mine = self._queue(token)
             if self._holder is None:
                 self._next()
         try:
-            while not mine.wait(None if deadline is None else WAIT_S):
+            while not mine.event.wait(None if deadline is None else WAIT_S):
                 assert deadline is not None
                 deadline.check()
         except BaseException:
             with self._lock:
-                if (waits := (threading.get_ident(), mine)) in self._waiting:
-                    self._waiting.remove(waits)
+                if mine in self._waiting:
+                    self._waiting.remove(mine)
                     raise
             self._release()
             raise
@@ -366,13 +331,24 @@ class Turns:
             if not self._depth:
                 self._next()
 
+    def _late(self) -> _Waiter | None:
+        """The token that has waited longest, if that is too long; `_lock` is held."""
+        late = monotonic() - PATIENCE_S
+        return next((one for one in self._waiting if one.token and one.since <= late), None)
+
     def _next(self) -> None:
-        """Give the lock to who has waited longest; `_lock` is held."""
+        """Give the lock to who has waited longest, every other time to a token that waits for too long; while a pass stands
+        still for tokens, to these or back to it. `_lock` is held."""
         self._holder, self._depth = None, 0
-        if self._waiting:
-            self._holder, event = self._waiting.popleft()
-            self._depth = 1
-            event.set()
+        able = [one for one in self._waiting if self._still is None or one.token or one is self._still]
+        late = None if self._jumped else self._late()
+        self._jumped = late is not None
+        if able:
+            mine = able[0] if late is None else late
+            self._waiting.remove(mine)
+            self._still = None if mine is self._still else self._still
+            self._holder, self._depth = mine.thread, 1
+            mine.event.set()
 
 
 _turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()

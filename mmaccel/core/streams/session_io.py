@@ -29,7 +29,6 @@ from mmaccel.core.files import checkpoint_io, outside
 from mmaccel.core.files.checkpoint_io import locked, sync, write_private
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, saved_recipe
-from mmaccel.core.streams.parts import CarefulDraftStream
 from mmaccel.core.streams.saved_stream import (
     FILM,
     MEMORY,
@@ -40,7 +39,7 @@ from mmaccel.core.streams.saved_stream import (
     read_stream,
     write_stream,
 )
-from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.core.streams.stream_runner import CarefulDraftStream, StreamRunner
 
 FORMAT, VERSION = "mmaccel session", 5
 UNSEALED = 2

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -14,13 +16,14 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline, Ended
-from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.decoding.watching import DraftStream
+from mmaccel.core.errors import DraftError, ModelError, warn
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.parts import Around, CarefulDraftStream, Clip, StreamInfo, kept
+from mmaccel.core.streams.parts import Around, Clip, StreamInfo, kept
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
@@ -31,6 +34,82 @@ UNITS = 16
 ROWS = {"cuda": 1 << 16}
 """Tokens of a pass of an ingestion where the recipe has no `chunk`; elsewhere half as many. A plan for twice the rows takes
 little longer."""
+
+
+SLOW, SLOW_S = 2.0, 20.0
+"""How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
+
+
+class CarefulDraftStream:
+    """The draft's stream beside that of a session: its failure ends the draft alone.
+
+    `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has. One that holds up the
+    stream for more than `SLOW` times what all else takes cannot keep up, and has failed too.
+    """
+
+    def __init__(self, watch: Callable[[], DraftStream] | None = None) -> None:
+        self.stream: DraftStream | None = None
+        self.failed = ""
+        self._born, self._held_up_s = monotonic(), 0.0
+        if watch is not None:
+            with self.dropping():
+                self.stream = watch()
+
+    @contextmanager
+    def dropping(self) -> Iterator[DraftStream | None]:
+        """Run what may fail with the draft's stream; None where there is none."""
+        try:
+            yield self.stream
+        except Exception as error:
+            stream, self.stream = self.stream, None
+            self.failed = f"{type(error).__name__}: {error}"
+            warn(
+                f"the draft's own stream failed and was dropped; the session goes on without a draft ({self.failed})."
+            )
+            if stream is not None:
+                # It is broken already; that it cannot tidy up either is no news.
+                with suppress(Exception):
+                    stream.close()
+
+    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+        """Take in frames, if there are any."""
+        with self.dropping() as stream:
+            if stream is None or not len(frames):
+                return
+            began = monotonic()
+            stream.take(frames, times, fps, timed)
+            now = monotonic()
+            self._held_up_s += now - began
+            others_s = now - self._born - self._held_up_s
+            if self._held_up_s > max(SLOW_S, SLOW * others_s):
+                raise DraftError(
+                    f"it held up the stream for {self._held_up_s:.0f} s where all else took {others_s:.0f} s; give it "
+                    "a cheaper kv, such as no_cache, or leave the draft out"
+                )
+
+    def idle(self) -> None:
+        """No more frames come for now."""
+        with self.dropping() as stream:
+            if stream is not None:
+                stream.idle()
+
+    def mark(self) -> Any:
+        """The draft's stream as it is now, for `back` to return to; None where there is no draft any more."""
+        with self.dropping() as stream:
+            return None if stream is None else stream.mark()
+
+    def back(self, mark: Any) -> None:
+        """Return the draft's stream to where it was when `mark` was made."""
+        with self.dropping() as stream:
+            if stream is not None:
+                stream.back(mark)
+
+    def close(self) -> None:
+        """Give back what is held; a second call does nothing."""
+        with self.dropping() as stream:
+            self.stream = None
+            if stream is not None:
+                stream.close()
 
 
 class StreamRunner:

@@ -194,6 +194,10 @@ class PeerState(DraftState):
         self._unread, self._said = prompt, prompt.ids[0, :0]
         self._talk.runner.lasting = prompt.lasts
 
+    @property
+    def unread(self) -> bool:  # type: ignore[override]
+        return self._unread is not None
+
     def keep(self, columns: Tensor) -> None:
         self._columns = columns
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.errors import RecipeError, check_choice
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import UnitRows
 from mmaccel.core.memory.kv import Stream, grow_buffer
@@ -49,7 +49,7 @@ class IndexPolicy(Policy, ABC):
     similarity: Literal["dot", "cosine"] = "dot"
 
     def __post_init__(self) -> None:
-        check_choice(self.name, "similarity", self.similarity, ("dot", "cosine"))
+        super().__post_init__()
         if not hasattr(self, "opens"):
             raise RecipeError(
                 f"{self.name}: the index opens nothing; set opens, a class variable, to its `Index`."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -244,6 +245,26 @@ def test_a_closed_draft_says_so() -> None:
     draft.observe(torch.tensor([1]), 0)
     with pytest.raises(DraftError, match="closed"):
         draft.propose()
+
+
+@given(st.integers(0, 9999), st.integers(1, 4))
+def test_what_nobody_judged_is_forgotten(seed: int, window: int) -> None:
+    """A round whose proposal was never judged leaves the draft as it was before."""
+    found = []
+    for again in (False, True):
+        draft = Sequential(model=ToyModel(bigram(random_table(6, seed)), 6), window=window)
+        state = draft.open(view(bigram(random_table(6, seed)), 6))
+        state.begin(prompt([0, 3]))
+        state.observe(torch.tensor([1]), 0)
+        seen = list[Any]()
+        for kept in (0, window, 1):
+            proposal = state.propose()
+            if again:
+                assert torch.equal(state.propose().ids, proposal.ids)
+            seen.append(proposal.ids.tolist())
+            state.observe(torch.cat([proposal.ids[:kept], torch.tensor([2])]), kept)
+        found.append((seen, state._open().length()))
+    assert found[0] == found[1]
 
 
 def test_lookback_covers_a_whole_window() -> None:

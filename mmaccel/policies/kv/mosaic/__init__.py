@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters as ops
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
+from mmaccel.core.errors import RecipeError, at_least, limited, shown
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
@@ -29,7 +29,6 @@ from mmaccel.policies.kv.mosaic.clusters import ClusterTable
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
 
-LEAST = {"init": 2, "visual": 1, "semantic": 1, "buffer": 0}
 SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_scene=2, gain=0.05, unmix=0.5)
 BATCHED = "attention", "feed", "match"
 PREDICTORS = {"query": "query", "projected": "projected", "frames": "query"}
@@ -305,19 +304,12 @@ class Clusters(IndexPolicy):
     needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})
     opens: ClassVar = ClusterIndex
 
-    init: int = 64
-    visual: int = 16
-    semantic: int = 4
-    buffer: int = 64
+    init: int = limited(64, at_least(2))
+    visual: int = limited(16, at_least(1))
+    semantic: int = limited(4, at_least(1))
+    buffer: int = limited(64, at_least(0))
     first_stage: Literal["key", "look"] = "key"
     splits: Literal["passes", "all"] = "passes"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field, least in LEAST.items():
-            check_least(self, least, field)
-        check_choice("clusters", "first_stage", self.first_stage, ("key", "look"))
-        check_choice("clusters", "splits", self.splits, ("passes", "all"))
 
 
 @register("kv", "mosaic")
@@ -338,7 +330,7 @@ class Mosaic(ArchivedPolicy):
 
     FORMER: ClassVar[Mapping[str, Former]] = {
         **ArchivedPolicy.FORMER,
-        **{name: Former(part="clusters") for name in LEAST},
+        **{name: Former(part="clusters") for name in ("init", "visual", "semantic", "buffer")},
         "levels": Former("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
         "granularity": Former("frame", "clusters hold frames"),
         "tile": Former(49, "clusters hold frames"),

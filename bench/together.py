@@ -28,7 +28,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.batch import Batch
 from mmaccel.core.decoding.draft import DraftState
 from mmaccel.core.decoding.generate import Speculation
-from mmaccel.core.decoding.load import WINDOWS, Load
+from mmaccel.core.decoding.load import TRIED, WINDOWS, Load
 from mmaccel.core.report import Meter
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
@@ -87,11 +87,11 @@ WINDOW, WARMUPS = 15, 2
 
 
 class EachWindow(Load):
-    """Takes each window for some rounds, so that what it needs is compiled and captured."""
+    """Takes each window for as many rounds as it is tried, so that what it needs is compiled and captured."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._turns = cycle([window for window in WINDOWS for _ in range(8)])
+        self._turns = cycle([window for window in WINDOWS for _ in range(TRIED)])
 
     def most(self, count: int, drafting: int) -> int:
         return next(self._turns)

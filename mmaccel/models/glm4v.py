@@ -99,7 +99,7 @@ class Glm4VMoe(Glm4V):
     """``Glm4vMoeForConditionalGeneration``, which turns the halves of a head and not its neighbours."""
 
     model_types = ("glm4v_moe",)
-    decoder_layers = frozenset()
+    decoder_layers = frozenset({"Glm4vMoeTextDecoderLayer"})
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         return Family.apply_rope(self, x, angles)

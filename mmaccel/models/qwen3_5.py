@@ -37,7 +37,8 @@ class Qwen35(Qwen3VL):
     """``Qwen3_5ForConditionalGeneration``, ``Qwen3_5MoeForConditionalGeneration``: recipes count layers of attention."""
 
     model_types = ("qwen3_5", "qwen3_5_moe")
-    decoder_layers = frozenset()
+    decoder_layers = frozenset({"Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer"})
+    centred_norms = frozenset({"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"})
     rms_norms = frozenset()
     gated_mlps = frozenset({"Qwen3_5MLP"})
     rotate_function = ""

@@ -29,7 +29,7 @@ class Qwen3VL(Qwen25VL):
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
     vision_tower = None
     stamped = True
-    decoder_layers = frozenset({"Qwen3VLTextDecoderLayer"})
+    decoder_layers = frozenset({"Qwen3VLTextDecoderLayer", "Qwen3VLMoeTextDecoderLayer"})
     rms_norms = frozenset({"Qwen3VLTextRMSNorm", "Qwen3VLMoeTextRMSNorm"})
     gated_mlps = frozenset({"Qwen3VLTextMLP", "Qwen3VLMoeTextMLP"})
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {

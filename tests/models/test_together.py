@@ -20,7 +20,10 @@ from tests.models.tiny_random import BUILD as COMMON
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 
-BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl")}}
+BUILD = {
+    **COMMON,
+    **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")},
+}
 KINDS = ["text", "video", "interleaved", "long", "image"]
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 import mmaccel
@@ -33,7 +33,6 @@ NEAREST = AShape(block=16, sink=5, window=11)
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 
 
-@settings(max_examples=15)
 @given(scene=scenes())
 def test_each_head_is_planned_as_if_it_were_alone(scene: Scene) -> None:
     named = {0: GRID, 1: NEAR, 2: GRID, 3: COLUMNS}

@@ -154,20 +154,6 @@ def test_before_there_are_clusters_units_are_retrieved_one_by_one() -> None:
     assert found.entries.tolist() == sorted(score.topk(3).indices.tolist())
 
 
-def test_the_index_follows_what_changes() -> None:
-    tree = tree_of()
-    data = plant(runs(70))
-    feed(tree, tuple(rows[:30] for rows in data), 5)
-    index = index_of(tree)
-    feed(tree, data, 5)
-    tree.touch(0, (tree.semantic.size[0] > 0).nonzero()[:, 0])
-    index.refresh()
-    fresh = index_of(tree)
-    for seed in range(5):
-        a, b = (one.search(0, query(seed), 9, 70) for one in (index, fresh))
-        assert torch.equal(a.entries, b.entries)
-
-
 @pytest.mark.parametrize("count", [1, 99])
 def test_a_cluster_that_is_taken_back_is_found_no_more(count: int) -> None:
     """Nothing else has changed: of all that the index is told, nothing has entries, and it may have room for less."""

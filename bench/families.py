@@ -6,7 +6,7 @@
 Steps of each shape, Qwen2.5-VL-7B's first:
 
 prefill   the language model reads 131,072 embeddings in chunks, grid and vertical-slash heads mixed as in `prefill.py`
-decode    a step of one token after 25,088 columns; `captured` says whether it is one CUDA graph
+decode    a step of one token after 25,088 columns; `captured`: it is one CUDA graph, which nothing kept from being captured
 question  to the first token of a question on a planted stream under mosaic, which recalls 64 units
 
 `ratio` is a shape's seconds over `scaled_s`, Qwen2.5-VL-7B's seconds times what the shape has to do more (`work`). Prefill:

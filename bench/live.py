@@ -13,7 +13,7 @@ frames were `behind`, taken in after the next one had come. A frame is to wait n
 `frame` and `largest` say on what the host spent the time: of a frame, mean ms of each part; and of the largest gaps their
 length, when they began, and the parts of all threads within them. A part does not count what it calls if that has a name of
 its own. "compiles" and "captures" are what a kernel or a graph takes that comes for the first time; "gc" is Python's
-collection, "slabs" what takes pinned memory. `late` are gaps of more than `LATE_MS`. `--profile` prints the functions in which
+collection, "slabs" what takes pinned memory. `late` are gaps of more than `LATE_MS`. `--profile` prints in which functions
 frames alone spend the host's time.
 """
 

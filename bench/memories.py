@@ -59,13 +59,7 @@ def _mosaic(label: str, **fields: Any) -> Memory:
     return {"name": "mosaic", "label": f"mosaic, {label}", **fields}
 
 
-FRAMES: Mapping[str, Any] = {
-    "index": "frames",
-    "encode_frames": 0,
-    "reps": 0,
-    "local": 0,
-    "positions": "compact",
-}
+FRAMES = dict(index="frames", encode_frames=0, reps=0, local=0, positions="compact")
 """Fields of mosaic that make it ReKV: an index of frames, and nothing beside."""
 
 
@@ -89,12 +83,13 @@ MEMORIES = ("mosaic", "rekv", "livevlm", "streammem", "recent", "window", "no_ca
 WINDOW_ALONE = _mosaic("window alone", encode_frames=0)
 """What passes see is the window: the default, called "mosaic", of rows from before passes retrieved."""
 
+MEAN = {"index": {"name": "clusters", "ask_by": "mean"}}
 SPARSE: dict[str, Any] = {"sparse": {"name": "per_head", "table": "shipped"}}
 DRAFT = {"draft": {"name": "sequential", "kv": {"name": "mosaic", "window": 16, "local": 8}}}
 
 
-def _film(label: str, kv: str, **beside: Any) -> Memory:
-    return {"name": kv, "label": label, "ingest": True, "beside": beside}
+def _film(label: str, kv: str, fields: Mapping[str, Any] | None = None, **beside: Any) -> Memory:
+    return {"name": kv, "label": label, "ingest": True, "beside": beside, **(fields or {})}
 
 
 PLANS: Mapping[str, Sequence[Memory]] = {
@@ -132,10 +127,12 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _mosaic("neither", reps=0, local=0),
         _mosaic("compact", positions="compact"),
         "rekv",
-        {"name": "rekv", "label": "rekv, local frames", "local": 8},
-        {"name": "rekv", "label": "rekv, original", "positions": "original"},
+        *(
+            {"name": "rekv", "label": f"rekv, {k}", k: v}
+            for k, v in (("local", 8), ("positions", "original"))
+        ),
     ],
-    # What the paper leaves open, and where the default is not the paper's.
+    # What the paper leaves open.
     "choices": [
         "mosaic",
         _mosaic("all summary tokens", reps=None),
@@ -157,6 +154,13 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _film("sparse + draft", "full", **SPARSE, **DRAFT),
         _film("memory + draft", "mosaic", **DRAFT),
         *(_film(f"memory: {name}", name) for name in ("rekv", "streammem")),
+    ],
+    # Films ingested: what a question asks by, and patterns for all heads.
+    "films": [
+        *(_film("mosaic", "mosaic"), _film("nothing", "full"), _film("mosaic, mean query", "mosaic", MEAN)),
+        *(_film("table", "mosaic", **SPARSE), _film("table, mean query", "mosaic", MEAN, **SPARSE)),
+        _film("table, no summary tokens", "mosaic", {"reps": 0}, **SPARSE),
+        *(_film(name, "mosaic", sparse=name) for name in ("grid", "vertical_slash", "a_shape", "block_topk")),
     ],
 }
 """Memories that are compared with one another; a mapping is a policy's fields, and the `label` it is shown under."""
@@ -327,9 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--out", required=True, type=Path, help="file of result rows")
     parser.add_argument("--plan", choices=list(PLANS), default="all", help="memories to compare")
-    parser.add_argument(
-        "--memory", nargs="+", help="of the plan, or others, as mmaccel-lab eval stream takes them"
-    )
+    parser.add_argument("--memory", nargs="+", help="of the plan, or as mmaccel-lab eval stream takes them")
     parser.add_argument("--frames", nargs="+", type=int, default=[500, 1000, 2000, 4000], help="lengths")
     parser.add_argument(
         "--worlds", nargs="+", type=int, default=[40, 24, 10, 4], help="streams of each length"
@@ -350,9 +352,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--limit", type=float, default=float("inf"), help="seconds after which no answer is waited for"
     )
-    parser.add_argument(
-        "--rows", nargs="+", type=Path, help="ask nothing: put the rows of these files together"
-    )
+    parser.add_argument("--rows", nargs="+", type=Path, help="ask nothing: put rows of these files together")
     parser.add_argument(
         "--brief", type=Path, help="a second file, of what is concluded from the answers alone"
     )

@@ -176,7 +176,10 @@ def timed_step(
 
         times = measure(run, warmup=3, repeats=bench.given.repeats, device=model.device)
         row = {**told, "columns": columns, "rows": count, "floor_s": floor, "read_rate": bench.rate}
-        told_of = {"of_floor": times.median / floor, "captured": runner.steps is not None}
+        parts = [] if runner.steps is None else runner.steps.parts
+        ways = [way for part in parts for held in part.replays._held.values() for way in held.values()]
+        captured = bool(parts) and "unfit" not in ways
+        told_of = {"of_floor": times.median / floor, "captured": captured}
         found.append({**row, **times.row(), **told_of})
     return found
 

@@ -100,22 +100,39 @@ def build(shape: str, device: str) -> tuple[Any, Any]:
     return HELD[shape]
 
 
-def run(model: Any, processor: Any, recipe: Recipe, film: torch.Tensor, work: costs.Work) -> float:
+Parts = dict[str, float]
+"""Seconds measured of a session: `read_s`, and medians of its questions, `question_s` and `token_s`; of a call its first
+token's, the video read in them, as `read_s`."""
+
+
+def run(
+    model: Any, processor: Any, recipe: Recipe, film: torch.Tensor, work: costs.Work
+) -> tuple[float, Parts]:
     """The film and all its questions, as `costs.cost` takes them; gives the tokens that a step of the target gave."""
+    clock = time.perf_counter if model.device.type == "cuda" else time.process_time
     session = work.live or work.questions > 1 or not recipe.kv.sequences
     if not session:
         inputs = processor.chat(QUESTION, videos=film, fps=RATE, device=model.device)
         with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
             model.generate(**inputs, max_new_tokens=work.answer, do_sample=False)
-            draft = fast.report().draft
+            report = fast.report()
+            parts, draft = {"read_s": report.ttft_s}, report.draft
     else:
         with mmaccel.VideoSession(model, processor, recipe) as stream:
+            began = clock()
             (stream.watch if work.live else stream.ingest)(film, fps=RATE)
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            read, asked = clock() - began, list[tuple[float, float]]()
             for _ in range(work.questions):
+                began = clock()
                 answer = stream.ask(QUESTION, work.answer)
                 assert len(answer.ids) == work.answer, answer
+                asked.append((answer.ttft_s, (clock() - began - answer.ttft_s) / work.answer))
+            question, token = (statistics.median(some) for some in zip(*asked, strict=True))
+            parts = {"read_s": read, "question_s": question, "token_s": token}
             draft = stream.report().draft
-    return (work.answer - 1) / draft["target_steps"] if draft["rounds"] else 1.0
+    return (work.answer - 1) / draft["target_steps"] if draft["rounds"] else 1.0, parts
 
 
 def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, str]) -> None:
@@ -165,7 +182,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         torch.cuda.synchronize()
     clock = time.perf_counter if cuda else time.process_time
     began = clock()
-    gave = run(model, processor, recipe, film, work)
+    gave, parts = run(model, processor, recipe, film, work)
     if cuda:
         torch.cuda.synchronize()
     seconds = clock() - began
@@ -183,7 +200,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         case="recommend", model=TINY[shape] if not cuda else shape, frames=frames, questions=questions, preset=preset,
         memory=memory, told=gave, seconds=seconds, predicted_s=cost.total_s, read_s=cost.read_s, question_s=cost.question_s,
         token_s=cost.token_s, peak_bytes=peak, predicted_bytes=cost.device_bytes, time_error=errors[0], peak_error=errors[1],
-        time_reached=abs(errors[0]) <= TIME, peak_reached=abs(errors[1]) <= PEAK,
+        time_reached=abs(errors[0]) <= TIME, peak_reached=abs(errors[1]) <= PEAK, measured=parts,
     )  # fmt: skip
     print(
         f"{shape:20} {frames:5} frames, {questions:2} questions, {preset:20} {seconds:7.2f} s, predicted "
@@ -191,6 +208,8 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         f"({errors[1]:+.0%})",
         flush=True,
     )
+    told = {name: f"{parts[name]:.4f}, {getattr(cost, name):.4f}" for name in parts}
+    print("   measured, predicted:", "; ".join(f"{name} {both}" for name, both in told.items()), flush=True)
 
 
 def main() -> None:

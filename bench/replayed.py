@@ -123,6 +123,11 @@ def after(
         like = next(layer.parameters())
         pair = (torch.empty(size, dtype=like.dtype, device=like.device).normal_(0, 0.02) for _ in range(2))
         cache.update(*pair, layer.layer_idx)
+    for one in getattr(cache, "states", {}).values():
+        own = one.module
+        conv = own.conv1d.weight.new_zeros(count, own.conv_dim, own.conv_kernel_size)
+        sizes = count, own.num_v_heads, own.head_k_dim, own.head_v_dim
+        one.back((columns, (conv, conv.new_zeros(sizes, dtype=torch.float32))))
     if rows is None:
         rows = ROWS if decoding.admits(model, family, cache, also=("cpu",)) else ()
     return Counting(model, family, cache, rows, **choices)

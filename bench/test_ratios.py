@@ -5,10 +5,9 @@ the same kind of work as its case, of calls as small and of tensors as large, fo
 by more than arithmetic: one product of dense attention was no twin of a plan. The two run in strict turns, and in each
 turn a function is called until `STRETCH` seconds are over, so that its own caches are warm for most of its time. What
 counts is the median over all turns of time / twin's time: a burst of other work moves few turns, and up as often as down.
-The turns end when the median is surely below `LIMIT` times this processor's ratio in `ratios.json`, or after `MOST` seconds.
-Those of a planted slowdown end when it is surely above, too, for it is so in each case.
-A median above that limit is measured again, `TRIES` times in all, since other work slows large tensors more than small ones
-for seconds on end; a case that is above it each time fails and is named.
+The turns end when the median is surely below `LIMIT` times this processor's ratio in `ratios.json` (of a planted slowdown:
+surely above it, too), or after `MOST` seconds. A median above that limit is measured again, `TRIES` times in all: other work
+slows large tensors more than small ones for seconds on end. A case that is above it each time fails and is named.
 
     make bench BENCH='-k clustering --write "splits look at fewer units"'    # commit a new ratio, and why
     make bench BENCH='--plant 1.5'                                           # is a slowdown of each case caught?
@@ -357,14 +356,12 @@ def seconds(work: Callable[[], Any], calls: int = 1) -> float:
     return (time.process_time() - began) / calls
 
 
-def median_ratio(
-    turn: Callable[[], float], limit: float, clock: Any = time.process_time, above: bool = False
-) -> float:
+def median_ratio(turn: Any, limit: float, clock: Any = time.process_time, above: bool = False) -> float:
     """The median ratio of as many turns as show that it is below `limit` (`above`: or above it), or of `MOST` seconds."""
     ratios: list[float] = []
     began, below = clock(), 0
     while (spent := clock() - began) < MOST:
-        more = 2 * below - len(ratios)  # turns below than above
+        more = 2 * below - len(ratios)
         if spent > LEAST and (abs(more) if above else more) > SURE * len(ratios) ** 0.5:
             break
         ratios.append(turn())
@@ -383,8 +380,7 @@ def test_ratio(name: str, benchmark: Any, request: pytest.FixtureRequest) -> Non
     before = 0.0 if why else ratio_of(committed[name])  # nothing is below 0: a new ratio takes all the time
     with torch.no_grad():
         work, twin = CASES[name]()
-        work = slowed(work, plant)
-        benchmark.pedantic(work), twin()
+        benchmark.pedantic(work := slowed(work, plant)), twin()
         calls, calls_of_twin = (1 + int(STRETCH / seconds(one)) for one in (work, twin))
 
         def turn() -> float:

@@ -38,7 +38,7 @@ WALLS = {
     "contract": {"contract", "core", "backends.ops"},
     "policies": {"policies", "core", "backends.ops"},
     "models": {"models", "core", "media", "backends.ops"},
-    "media": {"media", "core.errors"},
+    "media": {"media", "core.errors", "core.memory.buffers"},
     "figure": {"core.errors"},
     "lmms": {"core", "media", "models"},
     "search": {"search", "core", "policies", "backends", "figure"},

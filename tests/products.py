@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 
-def product(*axes: Iterable[Any], together: int = 1) -> list[Any]:
-    """Cases for `parametrize`, all of a product; `slow` but for some that hold every choice of `together` axes."""
+def product(
+    *axes: Iterable[Any], together: int = 1, where: Callable[..., bool] = lambda *case: True
+) -> list[Any]:
+    """Cases for `parametrize`, all of a product for which `where` holds; `slow` but for some that hold every choice of
+    `together` axes."""
     values = [list(axis) for axis in axes]
-    cases = list(itertools.product(*(range(len(axis)) for axis in values)))
+    numbers = itertools.product(*(range(len(axis)) for axis in values))
+    cases = [case for case in numbers if where(*(axis[n] for axis, n in zip(values, case, strict=True)))]
     some = list(itertools.combinations(range(len(values)), together))
     left = {(axes, tuple(case[n] for n in axes)) for case in cases for axes in some}
     kept = set()

@@ -102,7 +102,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "way", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_nothing_outlives_the_parent(way: signal.Signals, tmp_path: Path) -> None:
     """An interrupt of the whole group, as a terminal sends it, and where it was ignored, as it is in the background of a
     shell; or the parent alone is ended."""
@@ -153,7 +155,8 @@ def broken_off(command: list[str], out: Path, what: str) -> list[dict[str, Any]]
     return timing.read_rows([out])
 
 
-@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.slow), "2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_memories_end_at_an_interrupt(processes: str, shipped: Callable[[str], str], tmp_path: Path) -> None:
     command = ["bench/memories.py", "--model", shipped("tiny-qwen"), "--device", "cpu", "--frames", "24"]
     command += ["--budgets", "4", "--window", "6", "--memory", "mosaic init=8", "rekv", "--worlds", "4000"]

@@ -32,12 +32,13 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_worlds_by_two_processes_one_more_later_and_files_together(
-    main: Callable[..., None], tmp_path: Path
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_worlds_by_some_processes_one_more_later_and_files_together(
+    processes: str, main: Callable[..., None], tmp_path: Path
 ) -> None:
     out, other, both, brief = (tmp_path / f"{name}.jsonl" for name in ("one", "other", "both", "brief"))
     memories = ("--memory", "mosaic init=8", "rekv")
-    main([*FEW, *memories, "--worlds", "2", "--processes", "2", "--out", str(out)])
+    main([*FEW, *memories, "--worlds", "2", "--processes", processes, "--out", str(out)])
     counts = Counter(row.get("what") for row in rows(out))
     assert counts["answer"] == 4 and counts["watch"] == 4
     assert {row["memory"] for row in rows(out) if row.get("what") == "answer"} == {"mosaic init=8", "rekv"}

@@ -57,17 +57,6 @@ class Noisy:
         return self.ratio * self.time(0) / twin
 
 
-def least_of_blocks(noisy: Noisy, limit: float) -> float:
-    """The rule that was: the least of four medians of a few turns; the median of three such, where one seems slow."""
-    block = min(max(3, int(0.35 / noisy.each)), 15)
-
-    def least() -> float:
-        return min(statistics.median(noisy.turn() for _ in range(block)) for _ in range(4))
-
-    found = [least()]
-    return statistics.median([*found, least(), least()] if found[0] > 0.9 * limit else found)
-
-
 def test_every_case_has_a_committed_ratio_and_a_reason(bench):
     committed = json.loads((BENCH / "ratios.json").read_text())
     assert set(committed) == set(bench.CASES)
@@ -105,12 +94,6 @@ def test_noise_changes_no_verdict_and_moves_no_median(bench, each):
             found.append(bench.median_ratio(noisy.turn, bench.LIMIT, noisy.clock))
         assert sum((one > bench.LIMIT) != (ratio > bench.LIMIT) for one in found) <= 1, ratio
         assert statistics.median(found) == pytest.approx(ratio, rel=0.01)
-
-
-def test_the_least_of_blocks_lies_low_and_misses_slow_code(bench):
-    found = [least_of_blocks(Noisy(seed, 1.5, 0.1), bench.LIMIT) for seed in range(300)]
-    assert statistics.median(found) < 0.95 * 1.5
-    assert sum(one < bench.LIMIT for one in found) > 10
 
 
 def test_turns_end_early_only_below_the_limit(bench):

@@ -28,6 +28,7 @@ from mmaccel_lab.eval.needle import Judged, Tally, judge
 
 ROOT = Path(__file__).parent.parent
 TARGETS = ["tiny-ov", "tiny-qwen"]
+ONE = ["tiny-ov", pytest.param("tiny-qwen", marks=pytest.mark.slow)]
 KINDS = ("needle", "order", "combine")
 SEED = 7000
 
@@ -82,7 +83,7 @@ def test_a_film_is_answered_rightly(name: str, samples: int, shipped: Shipped, l
         assert one.answers["dense"].report.kept == 1.0
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ONE)
 def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loaded) -> None:
     """Shown another film, the model gives another answer: what it says is seen, not guessed."""
     model, processor = loaded(shipped(name))
@@ -119,23 +120,23 @@ def test_a_draft_writes_the_target_s_own_caption(name: str, shipped: Shipped, lo
     assert 0.3 < told["accepted"] / told["proposed"] < 1 and told["target_steps"] < 100
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ONE)
 def test_a_caption_is_known_token_by_token(name: str, shipped: Shipped, loaded: Loaded) -> None:
     model, processor = loaded(shipped(name))
     draft, _ = loaded(shipped(f"{name}-draft"))
     with Film() as film:
-        rows = list(caption_scores(model, processor, caption_cases(128, 3, SEED), film, draft=draft))
+        rows = list(caption_scores(model, processor, caption_cases(128, 1, SEED), film, draft=draft))
     shares = agreement(rows)
     assert shares["accuracy"] is not None and shares["accuracy"] >= 0.9
     assert shares["agreement"] is not None and 0.5 <= shares["agreement"] <= 0.9
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ONE)
 def test_documents_are_read_and_watched(name: str, shipped: Shipped, loaded: Loaded) -> None:
     with Film() as film:
-        todo = cases(64, 5, SEED, ("needle",), documents=4, tokens_per_frame=16)
+        todo = cases(64, 3, SEED, ("needle",), documents=4, tokens_per_frame=16)
         seen = list(judge(*loaded(shipped(name)), {"dense": Recipe()}, todo, film))
-    assert len(seen) == 5 and share(seen, "dense") >= 0.9
+    assert len(seen) == 3 and share(seen, "dense") >= 0.9
 
 
 def test_natural_spelling_is_understood(shipped: Shipped, loaded: Loaded) -> None:
@@ -150,7 +151,7 @@ def test_natural_spelling_is_understood(shipped: Shipped, loaded: Loaded) -> Non
 
 def test_the_demonstration_passes(shipped: Shipped, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
-        main(["demo", "--model", shipped("tiny-ov"), "--worlds", "1", "--seed0", "300"])
+        main(["demo", "--model", shipped("tiny-ov"), "--worlds", "1", "--seed0", "300", "--frames", "64"])
     out, err = capsys.readouterr()
     assert not done.value.code, out + err
     assert "the truth:" in out and "right, kept" in out
@@ -161,8 +162,8 @@ def test_the_readme_s_python_runs(shipped: Shipped, tmp_path: Path, monkeypatch:
     shipped("tiny-ov")
     from mmaccel_lab.world import World, write_mp4
 
-    for name in ("clip.mp4", "camera.mp4"):
-        write_mp4(World.generate(SEED, 64), tmp_path / name)
+    write_mp4(World.generate(SEED, 64), tmp_path / "clip.mp4")
+    (tmp_path / "camera.mp4").symlink_to(tmp_path / "clip.mp4")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     real, tiny_one, stream = blocks
     assert "Qwen/Qwen2.5-VL" in real

@@ -218,11 +218,12 @@ def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label:
     """Text that names what costs depend on: device, shape and versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sizes = f"{shape.heads} heads, {shape.groups} groups, size {shape.size}, {str(shape.dtype).removeprefix('torch.')}"
-    versions = " ".join(f"{package} {_version(package)}" for package in PACKAGES)
+    versions = " ".join(f"{package} {version(package)}" for package in PACKAGES)
     return " | ".join((name, sizes, versions, "+".join(backends), label))
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The version of an installed distribution; None where it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

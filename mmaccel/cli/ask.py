@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Group
@@ -25,6 +26,7 @@ from mmaccel.core.errors import RecipeError, VideoError, check_question
 from mmaccel.core.prefill.prune import candidates, quota
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import counted, share
+from mmaccel.core.report_page import drafted, memory
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -91,12 +93,9 @@ def ask(
         choices.check(one, model, device)
     processor = choices.processor(model)
     with bars() as progress:
-        how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
-        if frames == "auto":
-            loaded = choices.load(model, device, dtype)
-            how.update(model=loaded, recipe=next(iter(chosen.values())))
-        seen = choices.read_video(video, processor, progress, **how)
-        loaded = how.get("model") or choices.load(model, device, dtype)
+        load, first = partial(choices.load, model, device, dtype), next(iter(chosen.values()))
+        how = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
+        loaded, seen = choices.model_and_video(load, first, video, processor, progress, **how)
         answers, tokens = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
     height, width = seen.frames.shape[-2:]
     facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": device}
@@ -217,9 +216,9 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
         ("then", lambda a: number(a.report.tokens_per_s, ".1f", " tokens/s")),
         ("attention kept", lambda a: share(a.report.kept)),
         ("heads", lambda a: counted(a.report.heads())),
-        ("drafted", _drafted),
+        ("drafted", lambda a: drafted(a.report.draft)),
         ("video", lambda a: _pruned(video_tokens(a, tokens))),
-        ("cache", _cache),
+        ("cache", lambda a: memory(a.report.kv) if a.report.kv.get("bytes") else ""),
         (peak, lambda a: size(a.report.peak_bytes)),
     )
     tables = []
@@ -232,15 +231,6 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
         tables.append(table)
     unlike = any(len(answer.report.heads()) > 1 for answer in answers.values())
     return Group(head, *tables, *([Text(BY_HEAD)] if unlike else []))
-
-
-def _cache(answer: Answer) -> str:
-    kv = answer.report.kv
-    if not kv.get("bytes"):
-        return ""
-    mean = ", the mean of the layers" if kv.get("held_mean", kv["held"]) < kv["held"] else ""
-    held = round(kv["held_mean"] if mean else kv["held"])
-    return f"{size(int(kv['bytes']))}, {held} of {many(int(kv['seen']), 'token')} held{mean}"
 
 
 def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
@@ -260,20 +250,6 @@ def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
 def _pruned(tokens: Mapping[str, int]) -> str:
     whole, *left = tokens.items()
     return ", ".join([many(whole[1], "token"), *(f"{count} {name}" for name, count in left)]) if left else ""
-
-
-def _drafted(answer: Answer) -> str:
-    draft = answer.report.draft
-    failed = draft.get("failed")
-    notes = "; ".join(draft.get("notes", ()))
-    if not draft.get("rounds"):
-        return f"nothing: {failed or notes}" if failed or notes else ""
-    told = (
-        f"{draft['accepted']} of {draft['proposed']} accepted in {many(draft['rounds'], 'round')}, "
-        f"{answer.report.accepted_length():.2f} a round, {max(draft['lengths'])} at most"
-    )
-    told += f"; {notes}" if notes else ""
-    return f"{told}; stopped: {failed}" if failed else told
 
 
 def as_object(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any
 
-import torch
-from torch import Tensor
 from typer import Argument, Option
 
 from mmaccel.cli import answer, choices
@@ -16,9 +13,11 @@ from mmaccel.cli.answer import RoundingCheck
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
 from mmaccel.cli.console import bars, cut_short, many, number, out, print_json
 from mmaccel.core.attach import accelerate
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
 from mmaccel.models.shipped import CAPTION_REQUEST
+from mmaccel.serve.speech import Speech
 
 
 def caption(
@@ -43,19 +42,18 @@ def caption(
     choices.check(chosen, model, device)
     processor = choices.processor(model)
     with bars() as progress:
-        how: dict[str, Any] = {"fps": fps, "frames": frames, "timeout": timeout}
-        if frames == "auto":
-            how.update(model=choices.load(model, device, dtype), recipe=chosen)
-        seen = choices.read_video(video, processor, progress, **how)
-        loaded = how.get("model") or choices.load(model, device, dtype)
+        load = partial(choices.load, model, device, dtype)
+        how = {"fps": fps, "frames": frames, "timeout": timeout}
+        loaded, seen = choices.model_and_video(load, chosen, video, processor, progress, **how)
     text = {"type": "text", "text": request or CAPTION_REQUEST}
     inputs = answer.prompt(processor, [{"type": "video", "video": seen}, text], loaded)
-    show = partial(print, end="", flush=True)
-    streamer = Words(processor.decode, (lambda piece: None) if as_json else show)
+    show = (lambda piece: None) if as_json else partial(print, end="", flush=True)
+    streamer = Speech(processor.decode, (), show, Deadline())
     with bars() as progress:
         drafting = choices.attach(loaded, chosen, progress)
     with drafting as fast:
         run = answer.generate(fast, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
+    show("\n")
     (ids,), report = run
     plain = None
     if compare:
@@ -86,7 +84,7 @@ def caption(
         proof = None if certificate is None else {"holds": certificate.holds, **asdict(certificate)}
         # "kept" is a share of attention everywhere else; this is the accepted length of the field.
         told["accepted_length"] = told.pop("kept")
-        print_json({**facts, "text": streamer.text.strip(), **told, "certificate": proof})
+        print_json({**facts, "text": streamer.cutter.said.strip(), **told, "certificate": proof})
         return
     out().print()
     for line in lines(told, facts, compare, certificate):
@@ -130,32 +128,3 @@ def lines(
             f"rounding moves a logit by {certificate.slack:.2g})"
         )
     return found
-
-
-class Words:
-    """A streamer that shows text as tokens come. A piece is shown when the next one has begun: tokens may join."""
-
-    def __init__(self, decode: Callable[[Tensor], str], show: Callable[[str], object]) -> None:
-        self._decode, self._show, self._prompt = decode, show, True
-        self._ids: list[int] = []
-        self.text = ""
-
-    def put(self, value: Tensor) -> None:
-        if self._prompt:
-            self._prompt = False
-            return
-        self._ids += value.reshape(-1).tolist()
-        text = self._decode(torch.tensor(self._ids))
-        # What ends in half a character waits for its rest.
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._add(text)
-
-    def end(self) -> None:
-        # Half a character that nothing followed is shown as it is.
-        self._add(self._decode(torch.tensor(self._ids, dtype=torch.long)))
-        self._show("\n")
-
-    def _add(self, text: str) -> None:
-        if text.startswith(self.text):
-            self._show(text[len(self.text) :])
-            self.text = text

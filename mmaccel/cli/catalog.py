@@ -71,8 +71,9 @@ def list_names(
     out().print(
         "",
         families,
-        "A family without captured steps decodes by its own modules, which is slower on CUDA; so do mixtures of experts and "
-        "quantized weights of every family.",
+        "A family without captured steps decodes by its own modules, which is slower on CUDA; so do quantized weights of "
+        "every family. A running state (qwen3_5) reads prompts by transformers' own code, which is slow without "
+        "flash-linear-attention.",
         sep="\n",
     )
 

@@ -211,6 +211,15 @@ def read_video(
         )
 
 
+def model_and_video(
+    load: Callable[[], nn.Module], recipe: Recipe, path: str, processor: Any, progress: Progress, **how: Any
+) -> tuple[nn.Module, Video]:
+    """The model that `load` gives and the frames that it is to see (`read_video`), read first where they can be."""
+    early = load() if how["frames"] == "auto" else None
+    seen = read_video(path, processor, progress, **how, model=early, recipe=recipe)
+    return load() if early is None else early, seen
+
+
 @contextmanager
 def own_options() -> Iterator[None]:
     """Errors and warnings of `media.read` inside name the command's options in place of its arguments."""

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from mmaccel.core.errors import MmaccelError, MmaccelWarning
+from mmaccel.core.report_page import many as many
+from mmaccel.core.report_page import size as size
 
 EVERY_S = 10.0
 """Seconds between two lines of progress off a terminal."""
@@ -166,19 +168,9 @@ def columns(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str
         begin = end
 
 
-def many(count: int, thing: str) -> str:
-    """A number of things: 1 frame, 2 frames."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
-
-
 def number(value: float | None, form: str, unit: str = "") -> str:
     """A figure for a table; a dash for None."""
     return "-" if value is None else f"{value:{form}}{unit}"
-
-
-def size(count: int) -> str:
-    """Bytes, for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def cut_short(reason: str, tokens: int) -> str:

@@ -15,6 +15,7 @@ from typer import Option
 
 from mmaccel.backends import measure, select
 from mmaccel.backends.ops import operator as operators
+from mmaccel.backends.select import version
 from mmaccel.cli.console import print_json, say
 from mmaccel.models import shipped
 
@@ -46,8 +47,8 @@ def examine() -> dict[str, Any]:
     problems: list[str] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        versions = {"mmaccel": _version("mmaccel"), "python": platform.python_version()}
-        versions |= {name: _version(name) for name in PACKAGES}
+        versions = {"mmaccel": version("mmaccel"), "python": platform.python_version()}
+        versions |= {name: version(name) for name in PACKAGES}
         for name, module in PACKAGES.items():
             try:
                 # Each is imported, since one that was built for another PyTorch cannot be.
@@ -77,7 +78,7 @@ def examine() -> dict[str, Any]:
             "PyAV": "it is not installed" if versions["av"] is None else broken,
             "NVDEC": "mmaccel decodes on the CPU",
         },
-        "lab": _version(shipped.LAB),
+        "lab": version(shipped.LAB),
         "costs": {"file": str(store.path), "measured": len(store)},
     }
 
@@ -109,13 +110,6 @@ def doctor(as_json: Annotated[bool, Option("--json", help="One JSON object.")] =
     for title, rows in sections.items():
         lines += [title, *(f"  {name:{wide}}  {text}".rstrip() for name, text in rows.items()), ""]
     say("\n".join(lines[:-1]))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _device(problems: list[str]) -> dict[str, Any]:
@@ -174,10 +168,10 @@ def _unmet(distribution: str) -> list[str]:
     from packaging.requirements import Requirement
 
     found = []
-    needs = (metadata.requires(distribution) or ()) if _version(distribution) is not None else ()
+    needs = (metadata.requires(distribution) or ()) if version(distribution) is not None else ()
     for need in map(Requirement, needs):
         if need.marker is None or need.marker.evaluate({"extra": ""}):
-            here = _version(need.name)
+            here = version(need.name)
             if here is None or not need.specifier.contains(here, prereleases=True):
                 there = "it is not installed" if here is None else f"{here} is installed"
                 found.append(f"{distribution} needs {need.name}{need.specifier}; {there}")

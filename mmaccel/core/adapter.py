@@ -77,12 +77,11 @@ class Columns:
 
 
 class Runner(ABC):
-    """Runs one sequence on one model: a prompt, then steps forward and rollbacks, then perhaps the prompt of the next
-    turn. Positions are explicit; no gradients.
+    """Runs one sequence on one model: prompts of its turns, steps forward, rollbacks. Positions are explicit; no gradients.
 
     lasting   another prompt may follow: what `keep` leaves out of one stays at hand
     together  runs steps of several runners as one, or None: these, ids [1, n] of each -> logits [1, n, V] or error of each.
-              Its `warm`, if it has one, says whether the last step took what such steps take: it captured nothing
+              Its `warm`, if it has one: the last step took what such steps take, for it captured nothing
     """
 
     lasting: bool = False

@@ -53,7 +53,7 @@ class StreamModel(ABC):
     shares: bool = False  # whether it has `run_each`
     words_beside: tuple[int, int] = (0, 0)
     """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
-    ready: Callable[[StreamState], Any] = staticmethod(lambda state: None)
+    ready: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda state, running: None)
     """Before the first token of an answer on a memory: what a step of it does when it comes for the first time."""
     left_out: int | None = None
     """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""

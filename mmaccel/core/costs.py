@@ -35,6 +35,8 @@ EAGER, ASKED, SEARCHED = 2.4, 2, 3
 """A layer under a recipe or in a session starts so many times what a plain one does, for hooks and the memory (steps of the
 tiny models after 30 frames); a question starts as much as so many passes of one row, with its words and what its answer
 rests on, and as so many where it retrieves."""
+CLUSTER_S = 1.3e-3
+"""The host's part of a unit that a memory by clusters takes in (stream_h200, splits: 1.3 to 1.5 ms at a 7B's 28 layers)."""
 TOKEN_S = 4e-4
 """The host's part of a token: the choice, the text."""
 HIDDEN = 0.6
@@ -178,6 +180,8 @@ class _Estimate:
         seconds = self._tower()
         for n, seen in self._passes():
             seconds += self._pass(n, seen)
+        if self.archived and not self.work.live:  # units leave for the host when all have been read
+            seconds += self._bytes()[3] / self.device.wire * self.device.cuda
         return seconds
 
     def _tower(self) -> float:
@@ -202,7 +206,9 @@ class _Estimate:
         elements = n * (10 * s.hidden + 3 * s.inner + 4 * wide) + 4 * seen * narrow
         traffic = s.layers * elements * self.size / device.copy
         pairs = s.layers * self._pairs(n, seen)
-        return self._beside(products + traffic + pairs, s.layers * EAGER * device.layer)
+        clustered = getattr(getattr(self.kv, "index", None), "name", "") == "clusters"
+        starts = s.layers * EAGER * device.layer + clustered * n / s.tokens * CLUSTER_S
+        return self._beside(products + traffic + pairs, starts)
 
     def _pairs(self, n: int, seen: int) -> float:
         """Seconds of attention of a layer: dense, or by the pattern where that runs."""
@@ -217,7 +223,9 @@ class _Estimate:
         keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // s.tokens)
         queries = keys.take(place[0, seen - n :])
         listed = min(at.expected_blocks(n, seen, (queries, keys)) * at.block**2, causal + n * at.block)
-        sparse = costs.planned(min(line(s.heads * listed) for line in costs.sparse.values()), seen)
+        sparse = min(line(s.heads * listed) for line in costs.sparse.values())
+        # A plan that follows from the layout is made once for all layers.
+        sparse = costs.planned(sparse, seen) if at.adaptive else sparse
         # On a CPU nothing is measured, and the pattern always runs.
         return min(sparse, dense) if self.device.cuda else sparse
 

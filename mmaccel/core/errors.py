@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
+from numbers import Real
 from typing import Any
 
 SHOWN = 60
@@ -96,20 +97,47 @@ class RecipeError(MmaccelError, ValueError):
     """A field of a recipe or of a policy is wrong, or two choices exclude each other."""
 
 
-def check_choice(who: str, field: str, value: object, choices: Iterable[object], why: str = "") -> None:
-    """Raise `RecipeError` unless the `value` of a field is one of `choices`; `why` ends the sentence."""
-    if value not in (choices := tuple(choices)):
-        *most, last = map(repr, choices)
-        raise RecipeError(f"{who}: {field} is {shown(value)}; give {', '.join(most)} or {last}{why}.")
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What a field of a policy may be: whether a value `fits`, and in words what to `give` in the place of another."""
+
+    fits: Callable[[Any], bool]
+    give: str
+
+    def check(self, who: str, field: str, value: Any) -> None:
+        """Raise `RecipeError` for a value that does not fit."""
+        if not self.fits(value):
+            raise RecipeError(f"{who}: {field} is {shown(value)}; give {self.give}.")
 
 
-def check_least(policy: Any, least: float, *names: str, of: str = "") -> None:
-    """Raise `RecipeError` for the first of the fields `names` of a policy that is below `least`; `of`: words behind that."""
-    for name in names:
-        value, kind = getattr(policy, name), str(policy.__dataclass_fields__[name].type)
-        null = ", or null" if "None" in kind else ""
-        if not null if value is None else value < least:
-            raise RecipeError(f"{policy.name}: {name} is {value}; give at least {least}{of}{null}.")
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)
+
+
+def at_least(least: float, of: str = "") -> Limit:
+    """A number from `least` on; `of`: words behind that."""
+    return Limit(lambda value: _is_number(value) and value >= least, f"at least {least}{of}")
+
+
+def one_of(*choices: object, why: str = "") -> Limit:
+    """One of `choices`; `why` ends the sentence."""
+    *most, last = map(repr, choices)
+    return Limit(choices.__contains__, f"{', '.join(most)} or {last}{why}")
+
+
+def between(least: float, most: float, give: str) -> Limit:
+    """A number from `least` to `most`; `give` are the words for it."""
+    return Limit(
+        lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
+    )
+
+
+SHARE = between(0, 1, "a share from 0 to 1")
+
+
+def limited(default: Any, limit: Limit) -> Any:
+    """A dataclass field of a policy with a `default`, whose values `limit` says; checked when the policy is made."""
+    return dataclasses.field(default=default, metadata={"limit": limit})
 
 
 OWN = "one of your own file is known by `mmaccel --import FILE`, from Python when it is imported"

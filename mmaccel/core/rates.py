@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,15 @@ import torch
 from mmaccel.backends import measure, select
 from mmaccel.backends.measure import Bench, Costs, Line, Shape, bench, measured_costs
 from mmaccel.backends.select import Store
+from mmaccel.core.memory.buffers import host_total
+from mmaccel.core.prefill.sparse import planner
 
 STEP_LAYERS = 4
 """Of the small model whose step is timed."""
+STEPS = 8
+"""Steps timed together: on CUDA the first after a wait starts late."""
+WARM_S = 0.3
+"""Seconds of products before one is timed: a device is slower once it is warm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +108,12 @@ def measured(
     device: torch.device,
     sizes: Sizes,
     step: Callable[[], Any],
+    pattern: Any,
     store: Store[Device] | None = None,
     bench: Bench = bench,
 ) -> Device:
     """The rates of this device for heads like the model's: read from `store`, or measured in a few seconds and kept there.
-    `step` runs `STEP_LAYERS` small decoder layers on one row."""
+    `step` runs `STEP_LAYERS` small decoder layers on one row; on CUDA plans of `pattern` are timed too."""
     shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = Store("rates.json", Device.of) if store is None else store
     cuda = device.type == "cuda"
@@ -116,7 +123,9 @@ def measured(
     if found is None:
         kernels = {backend: select.get(backend, device)}
         lengths = measure.LENGTHS if cuda else (1024, 2048)
-        attend = measured_costs(device, shape, kernels, lengths=lengths, bench=bench)
+        steps = STEPS if cuda else 1
+        plan = planner(pattern, shape, device) if cuda else None
+        attend = measured_costs(device, shape, kernels, plan, lengths=lengths, bench=bench)
         found = Device(
             name=torch.cuda.get_device_name(device) if cuda else "cpu",
             products={
@@ -125,7 +134,7 @@ def measured(
             attend=attend,
             copy=_copy(device, device, bench),
             wire=_copy(torch.device("cpu"), device, bench),
-            layer=bench(step, device) / STEP_LAYERS,
+            layer=bench(lambda: [step() for _ in range(steps)], device) / (steps * STEP_LAYERS),
             memory=_memory(device),
         )
         store.put(key, found)
@@ -133,9 +142,19 @@ def measured(
 
 
 def _product(width: int, device: torch.device, dtype: torch.dtype, bench: Bench) -> float:
-    rows = 8192 if device.type == "cuda" else 1024
-    x, weight = (torch.ones(n, width, device=device, dtype=dtype) for n in (rows, 4 * width))
-    return 2 * rows * weight.numel() / bench(lambda: torch.nn.functional.linear(x, weight), device)
+    cuda = device.type == "cuda"
+    rows = 8192 if cuda else 1024
+    # Of random numbers: of ones a device takes less power, and its clock does not fall.
+    x, weight = (torch.randn(n, width, device=device).to(dtype) for n in (rows, 4 * width))
+
+    def product() -> Any:
+        return torch.nn.functional.linear(x, weight)
+
+    until = time.perf_counter() + WARM_S * cuda
+    while time.perf_counter() < until:
+        product()
+        torch.cuda.synchronize(device)
+    return 2 * rows * weight.numel() / bench(product, device)
 
 
 def _copy(source: torch.device, device: torch.device, bench: Bench) -> float:
@@ -151,4 +170,4 @@ def _copy(source: torch.device, device: torch.device, bench: Bench) -> float:
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_total()

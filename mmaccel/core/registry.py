@@ -12,13 +12,14 @@ and is from then on known to recipes, to the command line and to the contract te
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from mmaccel.core.errors import RecipeError, UnknownName, shown
+from mmaccel.core.errors import Limit, RecipeError, UnknownName, one_of, shown
 
 C = TypeVar("C", bound=type)
 
@@ -70,6 +71,9 @@ class Policy(metaclass=_TakesFormerFields):
         if kind is not None:
             BASES[kind] = cls
 
+    def __post_init__(self) -> None:
+        check_limits(getattr(self, "name", type(self).__name__), self)
+
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Fields as an earlier version wrote them, under their present names; warns of those that moved.
@@ -82,6 +86,39 @@ class Policy(metaclass=_TakesFormerFields):
     def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
         """The fields that a file in `folder` gives, with their relative paths resolved against `folder`."""
         return fields
+
+
+def check_limits(who: str, fields: Any) -> None:
+    """Raise `RecipeError` for the first field of a dataclass that is beyond its `limited`; `who` begins the sentence."""
+    kind: Any = type(fields)
+    for name, limit in _limits(kind).items():
+        limit.check(who, name, getattr(fields, name))
+
+
+@functools.cache
+def _limits(cls: type) -> dict[str, Limit]:
+    """Field -> what it may be: the choices of its type, or the `limited` of its class or of the next base with one. A field
+    that may be None may be so too."""
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError:
+        hints = {}  # a class may name types that only a type checker sees
+    found = {}
+    for name, one in getattr(cls, "__dataclass_fields__", {}).items():
+        bases = (base.__dict__.get("__dataclass_fields__", {}).get(name) for base in cls.__mro__)
+        limit = next(
+            (field.metadata["limit"] for field in bases if field and "limit" in field.metadata), None
+        )
+        if limit is None and typing.get_origin(hint := hints.get(name)) is typing.Literal:
+            limit = one_of(*typing.get_args(hint))
+        if limit is not None:
+            found[name] = _or_null(limit) if "None" in str(one.type) else limit
+    return found
+
+
+def _or_null(limit: Limit) -> Limit:
+    give = limit.give if "null" in limit.give else f"{limit.give}, or null"
+    return Limit(lambda value: value is None or limit.fits(value), give)
 
 
 def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping[str, Any]:

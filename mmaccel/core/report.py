@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.backends import select
 from mmaccel.core.report_page import Paged
 
 
@@ -381,11 +381,8 @@ def environment(device: torch.device | str = "cpu", **more: Any) -> dict[str, An
     }
     if place.type == "cuda" and (card := torch.cuda.get_device_properties(place)):
         found |= {"device": card.name, "device_bytes": card.total_memory, "cuda": torch.version.cuda}
-    for package in ("mmaccel", "torch", "transformers", "triton", "flash-attn-4"):
-        found[package] = None
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+    packages = ("mmaccel", "torch", "transformers", "triton", "flash-attn-4")
+    return found | {package: select.version(package) for package in packages}
 
 
 def _commit() -> str | None:

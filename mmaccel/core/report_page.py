@@ -242,8 +242,8 @@ def _costs(runs: Mapping[str, Fields]) -> str:
         "answer": number("new_tokens", "d", " tokens"),
         "attention kept": number("kept", ".1%", " of the pairs of prefill"),
         "peak memory": number("peak_bytes", ".0f", " MiB", 2**-20),
-        "memory holds": _memory,
-        "draft": _drafted,
+        "memory holds": lambda run: memory(run.get("kv") or {}),
+        "draft": lambda run: drafted({**(run.get("draft") or {}), "notes": ()}),  # they stand below
         "backend": lambda run: str(run.get("backend") or ""),
         "why": lambda run: str(run.get("backend_why") or ""),
     }
@@ -251,21 +251,38 @@ def _costs(runs: Mapping[str, Fields]) -> str:
     return _table(table, list(runs) if len(runs) > 1 else ())
 
 
-def _memory(run: Fields) -> str:
-    kv = run.get("kv") or {}
-    parts = [f"{kv['bytes'] / 2**20:.1f} MiB"] if kv.get("bytes") else []
-    if kv.get("held"):
-        parts.append(f"{kv['held']:.0f} of {kv.get('seen', kv['held']):.0f} tokens")
+def memory(kv: Fields) -> str:
+    """What a memory holds, of its counters, in words; "" where it holds nothing."""
+    parts = [size(kv["bytes"])] if kv.get("bytes") else []
+    if held := kv.get("held"):
+        mean = kv.get("held_mean", held)
+        least = ", the mean of the layers" if mean < held else ""
+        parts.append(f"{mean:.0f} of {many(round(kv.get('seen', held)), 'token')} held{least}")
     return ", ".join(parts)
 
 
-def _drafted(run: Fields) -> str:
-    draft = run.get("draft") or {}
-    failed = draft.get("failed")
-    if not draft.get("rounds"):
-        return f"nothing: {failed}" if failed else ""
-    told = f"{draft['accepted']} of {draft['proposed']} tokens accepted in {draft['rounds']} rounds"
+def drafted(draft: Fields) -> str:
+    """What was drafted, of `Report.draft`, in words; "" where nothing was."""
+    failed, notes, rounds = draft.get("failed"), "; ".join(draft.get("notes", ())), draft.get("rounds")
+    if not rounds:
+        return f"nothing: {failed or notes}" if failed or notes else ""
+    lengths = draft.get("lengths") or [0]
+    told = (
+        f"{draft['accepted']} of {draft['proposed']} accepted in {many(rounds, 'round')}, "
+        f"{sum(lengths) / len(lengths):.2f} a round, {max(lengths)} at most"
+    )
+    told += f"; {notes}" if notes else ""
     return f"{told}; stopped: {failed}" if failed else told
+
+
+def many(count: int, thing: str) -> str:
+    """A number of things: 1 frame, 2 frames."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def size(count: float) -> str:
+    """Bytes, for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def _heads(patterns: Sequence[Sequence[str]], kept: Sequence[Sequence[float]]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
+from mmaccel.core.memory.buffers import host_available
 from mmaccel.media.container import Source
 from mmaccel.media.sampling import FASTEST, TIE, grid, half_tick, nearest, rising, ticked, uniform
 from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
@@ -326,8 +327,8 @@ def _fit(source: Source, picture: Picture, frames: int, fit: Fit) -> bool:
 
 def _check_memory(source: Source, picture: Picture, total: int | None) -> None:
     height, width = picture.shape(source.height, source.width)
-    need, free = (total or 0) * 3 * height * width, free_memory()
-    if free is not None and need > free:
+    need, free = (total or 0) * 3 * height * width, host_available()
+    if need > free:
         raise VideoError(
             f"{total} frames of {width}x{height} from {source.name} need {need / 2**30:.1f} GiB and "
             f"{free / 2**30:.1f} GiB are free: give ",
@@ -349,17 +350,6 @@ def comment(path: str | os.PathLike[str]) -> str:
         return ""
     with Source(path) as source:
         return source.comment
-
-
-def free_memory() -> int | None:
-    """Bytes of memory the system can give, None where it does not tell."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(
-                (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None
-            )
-    except OSError:
-        return None
 
 
 def check_arguments(

@@ -23,8 +23,19 @@ from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
 from mmaccel.models.fingerprint import hooked, known
-from mmaccel.models.layer_step import LayerStep, Rows, layer_steps, project, weights
+from mmaccel.models.layer_step import (
+    Carried,
+    LayerStep,
+    Rows,
+    StateStep,
+    Weights,
+    layer_steps,
+    norm_of,
+    project,
+    weights,
+)
 from mmaccel.models.modules import is_whole
+from mmaccel.models.recurrent import Recurrent, Seats
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
@@ -40,6 +51,9 @@ def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) 
 
     kinds = {(p.device.type, p.dtype) for p in model.parameters()}
     if any(device not in (*step.DEVICES, *also) for device, _ in kinds):
+        return False
+    carries = bool(family.states(model))
+    if carries and (not getattr(cache, "states", None) or len({p.device for p in model.parameters()}) > 1):
         return False
     owner, state = attached(model), getattr(cache, "state", None)
     # Under autocast products have another type than weights: a plain cache holds keys of one and values of the other.
@@ -86,32 +100,45 @@ class Part:
     replays  the captures of all parts on its device
     line     [1, WINDOW] long, the numbers from 0, on its device
     layers   one after the other; a model on one device has all of them in one part
-    buffers  keys and values [B, G, capacity, D] of each layer, which are written to; or `Caches` of each
-    held     how each layer holds the sequence
+    buffers  keys and values [B, G, capacity, D] of each layer of attention, which are written to; or `Caches` of each
+    held     how each of these holds the sequence
     words    the embedding; None: hidden states come in
-    ends     the last norm and the head; None: hidden states go out
+    ends     the last norm and the weights of the head; None: hidden states go out
     looks    where the last layer copies the queries [B, H, 1, D] of the first row to; None: nowhere
     """
 
     number: int
     replays: Replays
     line: Tensor
-    layers: list[LayerStep]
+    layers: list[LayerStep | StateStep]
     buffers: Sequence[tuple[Tensor | Caches, Tensor]]
     held: list[Held]
     words: Any
-    ends: tuple[Any, Any] | None
+    ends: tuple[Any, Weights] | None
     looks: Tensor | None
 
-    def __call__(self, given: Tensor, columns: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        given: Tensor,
+        columns: Tensor,
+        places: Tensor,
+        sees: Tensor | None = None,
+        carried: Carried | None = None,
+    ) -> Tensor:
         """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
 
         The rows are the columns `columns` [B, n] of the sequence and have the position of column `places` [B, n] of it;
-        `sees` [n] is that of `decode_attend`.
+        `sees` [n] is that of `decode_attend`; `carried` what layers with a running state are given.
         """
         x = Rows(given if self.words is None else self.words(given).flatten(0, 1))
         held: Held | None = None
-        for layer, (key, value), now in zip(self.layers, self.buffers, self.held, strict=True):
+        attended = iter(zip(self.buffers, self.held, strict=True))
+        for layer in self.layers:
+            if isinstance(layer, StateStep):
+                assert carried is not None
+                x = layer(x, carried)
+                continue
+            (key, value), now = next(attended)
             if now is not held:
                 held, lacks = now, now.lacks
                 own, at = (one - lacks if lacks else one for one in (columns, places))
@@ -121,17 +148,30 @@ class Part:
             self.looks.copy_(query[:, :, :1])
         if self.ends is None:
             return x.rows
-        return project(x, self.ends[0], weights(self.ends[1])).view(*columns.shape, -1)
+        return project(x, *self.ends).view(*columns.shape, -1)
 
-    def run(self, given: Tensor, held: int, count: int, width: int, branches: Branches | None) -> Tensor:
+    def run(
+        self,
+        given: Tensor,
+        held: int,
+        count: int,
+        width: int,
+        branches: Branches | None,
+        carried: tuple[Seats, tuple[int, ...]] | None = None,
+    ) -> Tensor:
         """What it makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits [1, width, V]
-        or hidden states, in a tensor that the next call writes over."""
+        or hidden states, in a tensor that the next call writes over. `carried`: seats of running states, and what
+        `delta_rows` is told."""
         room, tree, sees = self.replays.room, branches is not None, None
         shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
         place, start = room("given", shape, given.dtype), room("start", (1, 1), torch.long)
         # From another device: its stream is waited for, and the host is not.
         (place[:, :count] if given.dtype == torch.long else place).copy_(given)
         start.fill_(held)
+        carries = None
+        if carried is not None:
+            told = room("told", (1, 4), torch.long).copy_(torch.tensor([carried[1]]))
+            carries = Carried(told, carried[0].each())
         depth = room("depth", (1, width), torch.long)
         if branches is not None:
             sees = room("sees", (width,), torch.long)
@@ -140,7 +180,7 @@ class Part:
 
         def work() -> tuple[Tensor, ...]:
             columns = start + self.line[:, :width]
-            return (self(place, columns, start + depth if tree else columns, sees),)
+            return (self(place, columns, start + depth if tree else columns, sees, carries),)
 
         return self.replays((self.number, width, tree), work, lasting=False)[0]
 
@@ -159,6 +199,7 @@ class SequenceSteps:
         self.parts: list[Part] = []
         self._buffers: Buffers = []
         self._laid: Any = None
+        self._seats: Seats | None = None
 
     def width(self, count: int, branches: Branches | None) -> int | None:
         """How many rows a step of `count` is padded to; None for more rows than are captured, and for trees that do not fit
@@ -168,13 +209,23 @@ class SequenceSteps:
         return width if fits else None
 
     def __call__(
-        self, state: KVState, delta: int, ids: Tensor, width: int, branches: Branches | None = None
+        self,
+        state: KVState,
+        delta: int,
+        ids: Tensor,
+        width: int,
+        branches: Branches | None = None,
+        carried: Sequence[Recurrent] = (),
     ) -> Tensor:
-        """Logits [1, n, V] of `ids` [1, n] after the columns of `state`, which are `delta` behind their positions."""
+        """Logits [1, n, V] of `ids` [1, n] after the columns of `state`, which are `delta` behind their positions, and of
+        the running states `carried`."""
         held, count = state.length(), ids.shape[1]
-        out = ids
-        for part in self.lay(state, delta, width):
-            out = part.run(out, held, count, width, branches)
+        out, parts, own = ids, self.lay(state, delta, width), None
+        if carried:
+            self._seats = self._seats or Seats([one.module for one in carried])
+            own = self._seats, self._seats.of(carried, count)
+        for part in parts:
+            out = part.run(out, held, count, width, branches, own)
             if part.looks is not None:
                 assert isinstance(state, PrunedKVState)
                 self._look(state, part, part.looks, held, count)
@@ -191,7 +242,7 @@ class SequenceSteps:
             return self.parts
         self.parts = []
         family, model = self.family, self.model
-        words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        words: Any = model.get_input_embeddings()  # type: ignore[operator]
         home = words.weight.device
         glance = state.pruner.glance if isinstance(state, PrunedKVState) else None
         cuts: list[tuple[torch.device, list[int]]] = []
@@ -201,12 +252,11 @@ class SequenceSteps:
             cuts += [(device, numbers[after:])] if after < len(numbers) else []
         # Of all captures on a device none is at work beside another, and what each gives is copied at once.
         shared = {device: (Replays(device), torch.arange(WINDOW, device=device)[None]) for device, _ in cuts}
-        layers: list[Any] = list(family.layers(model))
         held = self._holds(state, delta, buffers, glance, home)
         sizes, parts = family.geometry(model), list[Part]()
         for number, (device, some) in enumerate(cuts):
-            ends = (family.text(model).norm, head) if number == len(cuts) - 1 else None
-            steps = layer_steps([layers[n] for n in some], family, None if ends is None else ends[0])
+            ends = ends_of(model, family) if number == len(cuts) - 1 else None
+            steps = part_steps(model, family, some, ends is not None)
             own, holds = [buffers[n] for n in some], [held[n] for n in some]
             looks = own[-1][0].new_zeros(1, sizes.heads, 1, sizes.head_dim) if glance in some[-1:] else None
             first = words if number == 0 else None
@@ -248,6 +298,22 @@ class SequenceSteps:
                 one.bias.fill_(0.0 if shown is None else -torch.inf)
                 if shown is not None:
                     one.bias[shown.to(one.bias.device)] = 0.0
+
+
+def part_steps(
+    model: nn.Module, family: Any, numbers: Sequence[int], last: bool
+) -> list[LayerStep | StateStep]:
+    """The steps of the layers of these numbers; `last`: the model's norm follows. Layers with a running state have no
+    number, and where there are any, all layers are one part."""
+    layers: list[Any] = list(family.layers(model))
+    some = layers if family.states(model) else [layers[n] for n in numbers]
+    return layer_steps(some, family, family.text(model).norm if last else None)
+
+
+def ends_of(model: nn.Module, family: Any) -> tuple[Any, Weights]:
+    """The last norm and the weights of the head."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return norm_of(family.text(model).norm, family), weights(head)
 
 
 def _words(branches: Branches, width: int) -> Tensor:

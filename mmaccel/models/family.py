@@ -55,6 +55,7 @@ class Family(ModelFamily):
     processors              model type -> how its processor makes inputs
     vision_tower            how pruners read the vision tower, a `signals.VisionTower`; None: they cannot
     decoder_layers          decoder layers that `step.py` computes: norms, biases and products as in Qwen2
+    centred_norms           of these layers' norms, those whose gain is one more than their weight
     rms_norms               norms by the root mean square: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
     gated_mlps              ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``
     plain_rotary            rotary modules whose angles are ``position * inv_freq``, where `rope_type` is "default"
@@ -72,6 +73,7 @@ class Family(ModelFamily):
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
     vision_tower: ClassVar[Any] = None
     decoder_layers: ClassVar[frozenset[str]] = frozenset()
+    centred_norms: ClassVar[frozenset[str]] = frozenset()
     rms_norms: ClassVar[frozenset[str]] = frozenset()
     gated_mlps: ClassVar[frozenset[str]] = frozenset()
     plain_rotary: ClassVar[frozenset[str]] = frozenset()
@@ -384,8 +386,8 @@ class Family(ModelFamily):
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         size = angles[0].shape[-1]
-        turned, rest = layer_ops.rotated(x[..., :size], *angles), x[..., size:]
-        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+        turned = layer_ops.rotated(x[..., :size], *angles)
+        return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         if self.rotate_function and layer_ops.fusible(x) and x.shape[-1] == angles[0].shape[-1]:

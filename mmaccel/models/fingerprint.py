@@ -55,26 +55,50 @@ def hooked(modules: Iterable[nn.Module]) -> bool:
 
 _TABLES: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_modules", "_parameters")
 _HOOKS: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
-_OTHERS = ("transformers.utils.output_capturing", "mmaccel.models.stream")
+_OTHERS = ("transformers.utils.output_capturing", "mmaccel.models.stream", "mmaccel.models.recurrent")
 
 
 def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
-    """Whether `layer_step.LayerStep` computes what `layers` do: `decoder_layers` of the family, each on one device, with
-    plain linear modules; of products that are made together all have a bias, or none."""
+    """Whether `layer_step` computes what `layers` do: `decoder_layers` of the family, each on one device, with plain linear
+    modules; of products that are made together all have a bias, or none."""
     return activation == "silu" and all(
         type(layer).__name__ in family.decoder_layers
-        and getattr(layer.self_attn, "sliding_window", None) is None
-        and not windowed(layer.self_attn.config)
+        and not (hasattr(layer, "self_attn") and _slides(layer.self_attn))
         and all(is_whole(linear) for some in products(layer) for linear in some)
+        and (not mixture(layer) or _loose(layer.mlp.experts))
         and len({p.device for p in layer.parameters()}) == 1
         and all(len({one.bias is None for one in some}) == 1 for some in products(layer))
         for layer in layers
     )
 
 
+def _slides(attention: Any) -> bool:
+    return getattr(attention, "sliding_window", None) is not None or windowed(attention.config)
+
+
+def _loose(experts: Any) -> bool:
+    """Whether `expert_rows` computes what `experts` do: no adapter, no quantized weight."""
+    own = dict(experts.named_parameters())
+    kinds = {type(one) for one in own.values()}
+    return own.keys() == {"gate_up_proj", "down_proj"} and kinds == {nn.Parameter} and not experts._buffers
+
+
+def mixture(layer: Any) -> bool:
+    """Whether the feed-forward block of a layer is a mixture of experts."""
+    return hasattr(layer.mlp, "experts")
+
+
 def products(layer: Any) -> list[list[Any]]:
-    """The products of a layer, each with those that are made with it: attention's, its output's, the two of a feed-forward
-    block that are multiplied (or both in one), and its output's."""
-    own, mlp = layer.self_attn, layer.mlp
+    """The products of a layer, each with those that are made with it: attention's, its output's, and where they are no
+    mixture of experts the two of a feed-forward block that are multiplied (or both in one), and its output's. Of a running
+    state in the place of attention those of the rows, its output's, and those of the gates."""
+    mlp = layer.mlp
+    if (own := getattr(layer, "linear_attn", None)) is not None:
+        found = [[own.in_proj_qkv, own.in_proj_b, own.in_proj_a], [own.out_proj], [own.in_proj_z]]
+    else:
+        own = layer.self_attn
+        found = [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj]]
+    if mixture(layer):
+        return found
     gated = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
-    return [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj], gated, [mlp.down_proj]]
+    return [*found, gated, [mlp.down_proj]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -13,23 +12,15 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import WIDE, Grid, Inputs, ProcessorStyle, Words, in_seconds
+from mmaccel.models.prompt_layout import WIDE, ProcessorStyle, Words, in_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
-from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, VID
+from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, TOWER, VID
 
 _TEXT: dict[str, Any] = {
     **TEXT,
     "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
 }
-_VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "image_size": 56,
-    "patch_size": 14,
-    "out_hidden_size": 64,
-}
+_VISION: dict[str, Any] = {**TOWER, "image_size": 56, "patch_size": 14}
 _ASIDE: dict[str, Any] = {
     "image_token_id": IMG,
     "video_token_id": VID,
@@ -96,10 +87,6 @@ class Glm4V(Qwen25VL):
         config: Any = model.config
         return (config.image_token_id,)
 
-    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
-        images, videos = super().grids(model, inputs)
-        return images, [replace(video, apart=True) for video in videos]
-
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         cos, sin = angles
         turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -112,7 +99,7 @@ class Glm4VMoe(Glm4V):
     """``Glm4vMoeForConditionalGeneration``, which turns the halves of a head and not its neighbours."""
 
     model_types = ("glm4v_moe",)
-    decoder_layers = frozenset()
+    decoder_layers = frozenset({"Glm4vMoeTextDecoderLayer"})
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         return Family.apply_rope(self, x, angles)

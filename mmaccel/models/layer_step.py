@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import layer_ops
+from mmaccel.backends.ops.delta import delta_rows
+from mmaccel.backends.ops.experts import expert_rows
 from mmaccel.backends.ops.layer_ops import Caches
-from mmaccel.models.fingerprint import products
+from mmaccel.models import recurrent
+from mmaccel.models.fingerprint import mixture, products
 
 Weights = tuple[list[Tensor], list[Tensor]]
 """Weights of products that are made together, and their biases, if any."""
@@ -30,32 +33,83 @@ class Rows(NamedTuple):
     squares: Tensor | None = None
 
 
-class LayerStep:
-    """A decoder layer of a Qwen2-like family over a few new rows: `enter_rows` (queries, keys and values, with RoPE,
-    keys and values written to the cache), `decode_attend`, and for the output projection and the feed-forward block
-    `pass_rows`, `project_rows` and `pass_rows` again. With norms of queries and keys, or a rotation of the family's own,
-    `project_rows`, these and `rope_rows` are in the place of `enter_rows`. A block whose output is normed before it is added
-    ends with `project_rows` and that norm.
+class Carried(NamedTuple):
+    """Where the running states of B sequences are in a step: what `delta_rows` is `told` [B, 4], and the journals and states
+    (`recurrent.Seats`) of each layer that has one."""
+
+    told: Tensor
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+
+class _Step:
+    """What layers of either kind have: norms, and the second half with the products after attention.
 
     follows  the norm after the layer; None: whoever reads its rows needs no norm, or computes it
     """
 
-    def __init__(self, layer: Any, family: Any, follows: Any = None) -> None:
-        own = layer.self_attn
-        self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
-        self.follows = follows
+    def __init__(self, layer: Any, family: Any, follows: Any) -> None:
+        norms = layer.input_layernorm, layer.post_attention_layernorm, follows
+        self.before, self.between, self.follows = (norm_of(norm, family) for norm in norms)
         self.ends = [
             getattr(layer, name, None) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
         ]
-        self.qkv, self.out, self.gate_up, self.down = (weights(*some) for some in products(layer))
+        self.mixed = _Mixture(layer.mlp) if mixture(layer) else None
+        self.enters, self.out, *rest = (weights(*some) for some in products(layer))
+        if self.mixed is not None:
+            return
+        *_, self.gate_up, self.down = rest
         if len(self.gate_up[0]) == 1:  # both in one product, the gate's outputs first
             weight, bias = ([x for one in some for x in one.detach().chunk(2)] for some in self.gate_up)
             self.gate_up = weight, bias
+
+    def finish(self, x: Rows, attended: Tensor) -> Rows:
+        """The layer's output for its input rows x [R, E] and their attention [R, H * D]."""
+        if self.mixed is not None:
+            rows = _added(attended, self.out, x.rows, None, self.ends[0]).rows
+            normed = layer_ops.rms_norm(rows, self.between.weight, self.between.variance_epsilon)
+            return Rows(rows + self.mixed(normed))
+        x = _added(attended, self.out, x.rows, self.between, self.ends[0])
+        inner = project(x, self.between, self.gate_up, gated=True)
+        return _added(inner, self.down, x.rows, self.follows, self.ends[1])
+
+
+class StateStep(_Step):
+    """A layer with a running state in the place of attention: `project_rows` twice, `delta_rows`, and the second half."""
+
+    def __init__(self, layer: Any, family: Any, follows: Any, number: int) -> None:
+        """`number`: which of the layers with a state it is."""
+        super().__init__(layer, family, follows)
+        self.number, self.own = number, layer.linear_attn
+        self.gate = weights(self.own.in_proj_z)
+
+    def __call__(self, x: Rows, carried: Carried) -> Rows:
+        """What leaves the layer for its input x, B * n rows."""
+        made, gate = (project(x, self.before, some) for some in (self.enters, self.gate))
+        journal, state = carried.layers[self.number]
+        conv, decay, shift, gain, eps = recurrent.weights_of(self.own)
+        out = delta_rows(made, gate, conv, decay, shift, gain, eps, carried.told, journal, state)
+        return self.finish(x, out)
+
+
+class LayerStep(_Step):
+    """A decoder layer of a Qwen2-like family over a few new rows: `enter_rows` (queries, keys and values, with RoPE,
+    keys and values written to the cache), `decode_attend`, and for the output projection and the feed-forward block
+    `pass_rows`, `project_rows` and `pass_rows` again. With norms of queries and keys, or a rotation of the family's own,
+    `project_rows`, these and `rope_rows` are in the place of `enter_rows`. A block whose output is normed before it is added
+    ends with `project_rows` and that norm. A mixture of experts is `rms_norm`, the model's own routing and `expert_rows`.
+    """
+
+    def __init__(self, layer: Any, family: Any, follows: Any = None) -> None:
+        super().__init__(layer, family, follows)
+        own = layer.self_attn
         self.turn = None if family.rotate_function else family.apply_rope
-        self.norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(own, name, None)) is not None]
-        self.sizes = [own.q_proj.out_features, own.k_proj.out_features, own.v_proj.out_features]
-        self.size = own.head_dim
-        self.line = torch.arange(layer_ops.WINDOW, device=self.before.weight.device)[None]
+        found = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
+        self.norms = [norm_of(norm, family) for norm in found if norm is not None]
+        self.size, heads = own.head_dim, own.o_proj.in_features
+        # Of each head of queries its gate stands behind it.
+        self.gated = own.q_proj.out_features == 2 * heads
+        self.sizes = [heads, own.k_proj.out_features, own.v_proj.out_features]
+        self.line = torch.arange(layer_ops.WINDOW, device=layer.input_layernorm.weight.device)[None]
 
     def __call__(self, x: Rows, *given: Any) -> tuple[Rows, Tensor]:
         """What leaves the layer for its input x, and the queries [B, H, n, D], with RoPE; `given` as of `attend`."""
@@ -82,20 +136,21 @@ class LayerStep:
         sees, bias  those of `decode_attend`
         qkv      `project` of x, where a memory had to see it first; None: it is computed here
         """
-        if qkv is None and (self.norms or self.turn):
+        if qkv is None and (self.norms or self.turn or self.gated):
             assert x is not None
             qkv = self.project(x)
         if qkv is None:
             assert x is not None
             rows, gain, squares = _normed_by(x, self.before)
             eps = self.before.variance_epsilon
-            entered = rows, *self.qkv, gain, squares, eps, rope, columns
+            entered = rows, *self.enters, gain, squares, eps, rope, columns
             if isinstance(key, Caches):
                 query = layer_ops.enter_each(*entered, key)
             else:
                 query = layer_ops.enter_rows(*entered, key, value)
         else:
             rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
+            rows = rows[..., : sum(self.sizes)]
             if self.turn is not None:
                 rows, rope = self._turned(rows, rope)
             turned = rows, rope[0], rope[1], line, columns
@@ -108,19 +163,27 @@ class LayerStep:
             out = layer_ops.attend_each(query, key, columns, scale)
         else:
             out = layer_ops.decode_attend(query, key, value, columns, scale, sees, bias)
-        return out.transpose(1, 2).reshape(columns.numel(), -1), query
+        return self.opened(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
 
     def project(self, x: Rows) -> Tensor:
-        """[R, (H + 2 G) * D]: queries, keys and values without RoPE, side by side, of rows that enter the layer."""
-        rows = project(x, self.before, self.qkv)
+        """[R, (H + 2 G) * D]: queries, keys and values without RoPE, side by side, of rows that enter the layer; H * D more
+        where there are gates."""
+        rows = project(x, self.before, self.enters)
         if not self.norms:
             return rows
-        *both, values = rows.split(self.sizes, 1)
-        heads = (
-            norm(some.unflatten(1, (-1, norm.weight.numel())))
-            for norm, some in zip(self.norms, both, strict=True)
-        )
-        return torch.cat([*(some.flatten(1) for some in heads), values], 1)
+        first = self.sizes[0] * (2 if self.gated else 1)
+        queries, keys, values = rows.split([first, *self.sizes[1:]], 1)
+        queries, *gate = queries.unflatten(1, (-1, first // self.sizes[0] * self.size)).split(self.size, 2)
+        heads = [queries, keys.unflatten(1, (-1, self.size))]
+        heads = [
+            layer_ops.rms_norm(some, norm.weight, norm.variance_epsilon)
+            for norm, some in zip(self.norms, heads, strict=True)
+        ]
+        return torch.cat([*(some.flatten(1) for some in heads), values, *(one.flatten(1) for one in gate)], 1)
+
+    def opened(self, attended: Tensor, qkv: Tensor | None) -> Tensor:
+        """Attention [R, H * D] times the gates in `project` of its rows, if any."""
+        return attended * qkv[:, -self.sizes[0] :].sigmoid() if self.gated and qkv is not None else attended
 
     def _turned(self, rows: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """`rows` [B, n, (H + 2 G) * D] with queries and keys turned by the family, and angles that turn no more."""
@@ -132,17 +195,53 @@ class LayerStep:
         still[0] = 1
         return torch.cat([heads.flatten(2), values], 2), still
 
-    def finish(self, x: Rows, attended: Tensor) -> Rows:
-        """The layer's output for its input rows x [R, E] and their attention [R, H * D]."""
-        x = _added(attended, self.out, x.rows, self.between, self.ends[0])
-        inner = project(x, self.between, self.gate_up, gated=True)
-        return _added(inner, self.down, x.rows, self.follows, self.ends[1])
+
+class _Mixture:
+    """A mixture of experts whose routing is the model's own code, and whose experts are `expert_rows`."""
+
+    def __init__(self, block: Any) -> None:
+        experts = block.experts
+
+        class Experts(nn.Module):
+            def forward(self, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+                return expert_rows(x, chosen, share, experts.gate_up_proj, experts.down_proj)
+
+        self._block = object.__new__(type(block))
+        self._block.__dict__.update(block.__dict__, _modules={**block._modules, "experts": Experts()})
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        # By the class: what wraps the module's own forward would go on to its experts.
+        return type(self._block).forward(self._block, rows[None])[0]  # type: ignore[no-any-return]
 
 
-def layer_steps(layers: Sequence[Any], family: Any, follows: Any = None) -> list[LayerStep]:
+class _Centred:
+    """A norm whose gain is one more than its weight, in float32."""
+
+    def __init__(self, norm: Any) -> None:
+        self.norm, self.variance_epsilon = norm, norm.eps
+        self._one = torch.ones(1, device=norm.weight.device)
+
+    @property
+    def weight(self) -> Tensor:
+        return self._one + self.norm.weight  # type: ignore[no-any-return]
+
+
+def norm_of(norm: Any, family: Any) -> Any:
+    """What has the `weight` and `variance_epsilon` of a norm of the family's layers."""
+    return _Centred(norm) if type(norm).__name__ in family.centred_norms else norm
+
+
+def layer_steps(layers: Sequence[Any], family: Any, follows: Any = None) -> list[LayerStep | StateStep]:
     """`layers` one after the other, and the norm after them, if any."""
     norms = [*(layer.input_layernorm for layer in layers[1:]), follows]
-    return [LayerStep(layer, family, norm) for layer, norm in zip(layers, norms, strict=False)]
+    steps, states = list[LayerStep | StateStep](), 0
+    for layer, norm in zip(layers, norms, strict=False):
+        if hasattr(layer, "linear_attn"):
+            steps.append(StateStep(layer, family, norm, states))
+            states += 1
+        else:
+            steps.append(LayerStep(layer, family, norm))
+    return steps
 
 
 def weights(*linear: nn.Linear) -> Weights:

@@ -22,6 +22,7 @@ from mmaccel.core.decoding.watching import Heard
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
+from mmaccel.core.memory.relay import relay
 from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.streams.asking import QuestionRunner, asked
 from mmaccel.core.streams.listening import Listening
@@ -314,8 +315,7 @@ class PromptRunner(Runner):
         with self._plainly():
             return self._at_work().step(ids, branches)
 
-    def accept(self, path: Tensor) -> None:
-        self._at_work().accept(path)
+    accept = truncate = length = relay(lambda self, name, *given: getattr(self._at_work(), name)(*given))
 
     def sync_cache(self) -> None:
         """Close the memory; a second call does nothing."""
@@ -326,12 +326,6 @@ class PromptRunner(Runner):
         self._open.close()
         # The call keeps this runner until its last prompt has an answer, and is to keep one memory at a time.
         self._question, self._counted = None, dict
-
-    def truncate(self, length: int) -> None:
-        self._at_work().truncate(length)
-
-    def length(self) -> int:
-        return self._at_work().length()
 
 
 def runner_of(attachment: Attachment, model: nn.Module, cache: Any, room: int) -> HFRunner | PromptRunner:

@@ -126,15 +126,7 @@ class Qwen25VL(Family):
         },
         "qwen2_5_vl": {
             "text_config": {**tiny.TEXT, "rope_parameters": tiny.MROPE},
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "window_size": 56,
-                "fullatt_block_indexes": [1],
-                "out_hidden_size": 64,
-            },
+            "vision_config": {**tiny.TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
             **tiny.ASIDE,
         },
     }
@@ -172,11 +164,12 @@ class Qwen25VL(Family):
     def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
         merge = model.config.vision_config.spatial_merge_size  # type: ignore[union-attr]
 
-        def read(name: str) -> list[Grid]:
-            thw = inputs.get(name)
-            return [] if thw is None else [Grid(t, h // merge, w // merge) for t, h, w in thw.tolist()]
+        def read(kind: int) -> list[Grid]:
+            thw, apart = inputs.get(_GRIDS[kind]), kind == VIDEO and self.stamped
+            rows = () if thw is None else thw.tolist()
+            return [Grid(t, h // merge, w // merge, apart=apart) for t, h, w in rows]
 
-        return read("image_grid_thw"), read("video_grid_thw")
+        return read(IMAGE), read(VIDEO)
 
     def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         grid = inputs.get(_GRIDS[kind])

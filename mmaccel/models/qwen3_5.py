@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.registry import register
 from mmaccel.models.qwen3_vl import Qwen3VL
-from mmaccel.models.tiny import ASIDE, MROPE, TEXT
+from mmaccel.models.tiny import ASIDE, MROPE, TEXT, TOWER
 
 _KINDS = ["linear_attention", "full_attention"] * 3
 _TEXT: dict[str, Any] = {
@@ -29,14 +29,7 @@ _TEXT: dict[str, Any] = {
         "partial_rotary_factor": 0.25,
     },
 }
-_VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "num_position_embeddings": 16,
-    "out_hidden_size": 64,
-}
+_VISION: dict[str, Any] = {**TOWER, "num_position_embeddings": 16}
 
 
 @register("model", "qwen3_5")
@@ -44,7 +37,8 @@ class Qwen35(Qwen3VL):
     """``Qwen3_5ForConditionalGeneration``, ``Qwen3_5MoeForConditionalGeneration``: recipes count layers of attention."""
 
     model_types = ("qwen3_5", "qwen3_5_moe")
-    decoder_layers = frozenset()
+    decoder_layers = frozenset({"Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer"})
+    centred_norms = frozenset({"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"})
     rms_norms = frozenset()
     gated_mlps = frozenset({"Qwen3_5MLP"})
     rotate_function = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -13,20 +12,12 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import home_of
 from mmaccel.core.registry import register
 from mmaccel.models import deepstack
-from mmaccel.models.prompt_layout import Grid, Inputs, ProcessorStyle, Words, in_seconds
+from mmaccel.models.prompt_layout import Inputs, ProcessorStyle, Words, in_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
-from mmaccel.models.tiny import ASIDE, BEGIN, END, MROPE, TEXT
+from mmaccel.models.tiny import ASIDE, BEGIN, END, MROPE, TEXT, TOWER
 
 _TEXT: dict[str, Any] = {**TEXT, "head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
-_VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0, 1],
-    "out_hidden_size": 64,
-}
+_VISION: dict[str, Any] = {**TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 
 
 @register("model", "qwen3_vl")
@@ -38,7 +29,7 @@ class Qwen3VL(Qwen25VL):
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
     vision_tower = None
     stamped = True
-    decoder_layers = frozenset({"Qwen3VLTextDecoderLayer"})
+    decoder_layers = frozenset({"Qwen3VLTextDecoderLayer", "Qwen3VLMoeTextDecoderLayer"})
     rms_norms = frozenset({"Qwen3VLTextRMSNorm", "Qwen3VLMoeTextRMSNorm"})
     gated_mlps = frozenset({"Qwen3VLTextMLP", "Qwen3VLMoeTextMLP"})
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -49,10 +40,6 @@ class Qwen3VL(Qwen25VL):
             **ASIDE,
         },
     }
-
-    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
-        images, videos = super().grids(model, inputs)
-        return images, [replace(video, apart=True) for video in videos]
 
     def video_ids(self, config: Any, tokens: list[int], units: int) -> list[int]:
         frames = ([7, 8 + n % 2, BEGIN, *tokens, END] for n in range(units))

@@ -18,6 +18,7 @@ from mmaccel.core import costs, rates
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import MAIN_PRESETS, Recipe
+from mmaccel.core.registry import policy
 from mmaccel.models import loading, shapes, stock
 from mmaccel.models.prompt_layout import positions_of
 
@@ -147,7 +148,8 @@ def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
         with torch.no_grad():
             return model(ids)
 
-    return rates.measured(place, sizes, step, **how)
+    # Presets that plan each layer by its content do so by grids.
+    return rates.measured(place, sizes, step, policy("sparse", "grid"), **how)
 
 
 def recommend(

@@ -2,11 +2,15 @@
 
 A state cannot be cut back. So a layer notes the rows that enter it since a mark, at which it kept a copy of its state; to go
 back it takes the copy and runs the rows that stay once more. Two marks are kept, `REACH` rows or more apart.
+
+Under captured steps (`layer_step.StateStep`) a sequence has a seat: a journal of its last rows, and a state that lags behind
+(`ops.delta.delta_rows`). Going back is then a number, and a copy of the state where it is far. Whatever else is asked of a
+layer, a pass of the model first of all, ends that: the state takes in the journal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +20,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
+from mmaccel.backends.ops.delta import delta_rows
+from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams.parts import RunningStates
 from mmaccel.models.install import Hooks, shared_hooks
 
 NAMES = "running conv", "running state"
 """Of the two parts of a state, where it is saved."""
+
+LAG = 16
+"""Rows that a state in a seat lags behind at most, once its sequence goes back by more than the last step."""
 
 REACH = 128
 """Rows that a sequence can be rolled back at least, once its prompt has been read."""
@@ -48,12 +57,60 @@ class Recurrent(LinearAttentionLayer):
         self.cache: Callable[[], Any] = lambda: None
         self._marks: list[_Mark] = []
         self._again = False
+        self.seats: Seats | None = None
+        self._seat, self._base, self._lag = (0, 0), 0, 0
+        self._copies: list[tuple[int, Tensor]] = []  # of the state in the seat, after so many columns
+
+    def sit(self, seats: Seats, layer: int, number: int) -> None:
+        """Go on in a seat, as the layer of this number there."""
+        self.leave()
+        self.seats, self._seat, self._base = seats, (layer, number), self.length
+        journal, state = self._room()
+        journal.zero_()
+        state.zero_()
+        if self.has_previous_state[0]:
+            conv: Tensor = self.conv_states[0][0].T  # type: ignore[index]
+            journal[self._last(journal, len(conv)), : conv.shape[1]] = conv
+            state.copy_(self.recurrent_states[0][0])  # type: ignore[index]
+        self._copies = [(self._base, state.clone())]
+
+    def enter(self, count: int) -> tuple[int, int, int, int]:
+        """A step of `count` rows comes: what `delta_rows` is told."""
+        start, base, self._base = self.length, self._base, max(self._base, self.length - self._lag)
+        if self._base - self._copies[-1][0] > REACH:
+            self._copies = [self._copies[-1], (base, self._room()[1].clone())]
+        self.length += count
+        return start, base, self._base, self._seat[1]
+
+    def leave(self) -> None:
+        """Leave the seat, if it has one: the state takes in all columns."""
+        if self.seats is None:
+            return
+        journal, state = self._room()
+        none, gate = journal[:0], journal.new_empty(0, state.shape[0] * state.shape[2])
+        told = torch.tensor([[self.length, self._base, self.length, 0]], device=state.device)
+        delta_rows(none, gate, *weights_of(self.module), told, journal[None], state[None])
+        taps = self.module.conv_kernel_size
+        conv = journal[self._last(journal, taps), : self.module.conv_dim].T[None]
+        self.seats, self._marks = None, []
+        self.back((self.length, (conv, state[None]) if self.length else None))
+
+    def _room(self) -> tuple[Tensor, Tensor]:
+        """The journal [R, W] and the state [H, K, V] in its seat."""
+        assert self.seats is not None
+        layer, number = self._seat
+        return self.seats.journals[layer][number], self.seats.states[layer][number]
+
+    def _last(self, journal: Tensor, count: int) -> Tensor:
+        """The rows of `journal` of the last `count` columns."""
+        return torch.arange(self.length - count, self.length, device=journal.device) % len(journal)
 
     def note(self, rows: Tensor) -> None:
         """`rows` [B, n, E] are about to enter the layer."""
         count = rows.shape[1]
         if self._again:
             return
+        self.leave()
         if count > REACH:
             # A prompt: there is no way back into it.
             self._marks = []
@@ -64,6 +121,7 @@ class Recurrent(LinearAttentionLayer):
         self.length += count
 
     def _copied(self) -> tuple[Tensor, Tensor] | None:
+        self.leave()
         if not self.has_previous_state[0]:
             return None
         return self.conv_states[0].clone(), self.recurrent_states[0].clone()  # type: ignore[union-attr]
@@ -76,6 +134,16 @@ class Recurrent(LinearAttentionLayer):
         if length == 0:
             self.reset()
             return
+        if self.seats is not None and length >= self._copies[0][0]:
+            if length < self._base:
+                self._lag = min(max(self._lag, self._base - length), LAG)
+                while self._copies[-1][0] > length:
+                    self._copies.pop()
+                self._base, kept = self._copies[-1]
+                self._room()[1].copy_(kept)
+            self.length = length
+            return
+        self.seats = None
         while self._marks and self._marks[-1].length > length:
             self._marks.pop()
         if not self._marks:
@@ -115,9 +183,10 @@ class Recurrent(LinearAttentionLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.length, self._marks = 0, []
+        self.length, self._marks, self.seats = 0, [], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.leave()
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         for mark in self._marks:
             mark.rows = [rows[beam_idx.to(rows.device)] for rows in mark.rows]
@@ -127,6 +196,54 @@ class Recurrent(LinearAttentionLayer):
 
     def get_seq_length(self) -> int:
         return self.length
+
+
+class Seats:
+    """Places for sequences in steps: of each layer the `journals` [S, R, W] and `states` [S, H, K, V] of S sequences; others
+    when there are more."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._modules = modules
+        self.journals, self.states = list[Tensor](), list[Tensor]()
+        self.owners = list[Callable[[], Any]]()  # of each seat the sequence's first layer, or None
+
+    def of(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
+        """What `delta_rows` is told of a sequence with these layers, of which a step of `count` rows comes."""
+        held = [one() for one in self.owners]
+        number = held.index(layers[0]) if layers[0] in held else None
+        if number is None or any(one.seats is not self for one in layers):
+            number = next((n for n, one in enumerate(held) if one is None or one.seats is not self), None)
+            number = self._grown() if number is None else number
+            self.owners[number] = ref(layers[0])
+            for layer, one in enumerate(layers):
+                one.sit(self, layer, number)
+        (told,) = {one.enter(count) for one in layers}
+        return told
+
+    def each(self) -> list[tuple[Tensor, Tensor]]:
+        """Journals and states of each layer."""
+        return list(zip(self.journals, self.states, strict=True))
+
+    def _grown(self) -> int:
+        """The first of as many free seats as there are taken ones."""
+        taken = len(self.owners)
+        more, rows = max(1, taken), 2 * REACH + LAG + 3 * WINDOW
+        made = []
+        for one in self._modules:
+            like = one.conv1d.weight
+            journal = like.new_zeros(more, rows, one.conv_dim + 2 * one.num_v_heads)
+            state = like.new_zeros(more, one.num_v_heads, one.head_k_dim, one.head_v_dim, dtype=torch.float32)
+            made.append((journal, state))
+        for which, held in enumerate((self.journals, self.states)):
+            held[:] = [torch.cat([*held[n : n + 1], new[which]]) for n, new in enumerate(made)]
+        self.owners += [lambda: None] * more
+        return taken
+
+
+def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """Of the weights of a Gated DeltaNet those that `delta_rows` takes."""
+    own = module.conv1d.weight[:, 0], module.A_log, module.dt_bias, module.norm.weight
+    return *own, module.norm.variance_epsilon
 
 
 def noted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -145,7 +145,8 @@ class HFRunner(Runner):
         if branches is not None and getattr(self.cache, "states", None):
             raise ModelError(f"{self.family.name}: {self.family.unable['trees']}; propose chains.")
         if self.steps is not None and (width := self.steps.width(count, branches)):
-            return self.steps(self.memory(), self.delta, ids, width, branches)
+            states = getattr(self.cache, "states", {})
+            return self.steps(self.memory(), self.delta, ids, width, branches, [*states.values()])
         self.sync_cache()
         held = self.length()
         start = held + self.delta
@@ -189,24 +190,30 @@ class HFRunner(Runner):
             return state  # type: ignore[no-any-return]
         if self._moved is None:
             full = registry("kv")["full"]()
-            self._moved = full.open(self.family.geometry(self.model), None, self.cache.layers[0].keys.device)
+            layers = self._attended()
+            self._moved = full.open(self.family.geometry(self.model), None, layers[0].keys.device)
             # One layer after the other, so that no more than one is there twice.
-            for number, layer in enumerate(self.cache.layers):
+            for number, layer in enumerate(layers):
                 self._moved.append(number, layer.keys, layer.values)
-                self._show(number)
+                self._show(number, layer)
         return self._moved
 
-    def _show(self, number: int) -> None:
+    def _attended(self) -> list[Any]:
+        """The layers of the plain cache that hold keys and values."""
+        states = getattr(self.cache, "states", {})
+        return [layer for number, layer in enumerate(self.cache.layers) if number not in states]
+
+    def _show(self, number: int, layer: Any) -> None:
         """A layer of the plain cache is a view of what the memory holds."""
         assert self._moved is not None
-        layer, view = self.cache.layers[number], self._moved.view(number, torch.empty(0))
+        view = self._moved.view(number, torch.empty(0))
         layer.keys, layer.values = view.key, view.value
 
     def sync_cache(self) -> None:
         """Leave the cache as if all columns had gone through the model."""
         if self._moved is not None:
-            for number in range(len(self.cache.layers)):
-                self._show(number)
+            for number, layer in enumerate(self._attended()):
+                self._show(number, layer)
             self._moved = None
         known = getattr(self.cache, "sequence", None)
         if known is not None and known.layout.length < self.length():
@@ -230,6 +237,8 @@ class HFRunner(Runner):
     def truncate(self, length: int) -> None:
         surplus = self.length() - length
         if surplus > 0 and self._moved is not None:
+            for one in getattr(self.cache, "states", {}).values():
+                one.crop(-surplus)
             self._moved.truncate(length)
         elif surplus > 0:
             self.cache.crop(-surplus)

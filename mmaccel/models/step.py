@@ -17,8 +17,9 @@ from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.fingerprint import ModuleFingerprint, known
-from mmaccel.models.layer_step import LayerStep, Rows, layer_steps
+from mmaccel.models.layer_step import Carried, LayerStep, Rows, StateStep, layer_steps
 from mmaccel.models.modules import normed
+from mmaccel.models.recurrent import Recurrent, Seats
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -47,7 +48,7 @@ def steps_of(stream: Any) -> StreamSteps:
     return found  # type: ignore[no-any-return]
 
 
-def ready(stream: Any, state: StreamState) -> None:
+def ready(stream: Any, state: StreamState, running: Any) -> None:
     """Before the first token: a step of the answer on `state` is computed as often as it takes until it is captured."""
     if stream.device.type not in DEVICES:
         return
@@ -56,7 +57,9 @@ def ready(stream: Any, state: StreamState) -> None:
         state.begin_pass(StreamPass(kind="answer", rows=1))
         new = steps.serves(word) and not steps.replays(state.all_write_slot())
         if new:
-            stream.run(state, word, few=True)
+            stream.run(state, word, few=True, running=running)
+            if running is not None:
+                running.crop(-1)
         state.end_pass()
         state.truncate(length)
         if not new:
@@ -72,7 +75,9 @@ class StreamSteps:
         self._shape, self._known, self._sure = family.geometry(model), False, False
         self._watched: ModuleFingerprint | None = None
         self._choices: Any = None
-        self._layers: list[LayerStep] = []
+        self._steps, self._layers = list[LayerStep | StateStep](), list[LayerStep]()
+        self._leads: list[list[StateStep]] = [[]]  # before each layer of attention, and behind the last
+        self._seats: Seats | None = None
         self._replays = Replays(home_of(model))
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
@@ -92,24 +97,49 @@ class StreamSteps:
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
             self._watched, self._choices = ModuleFingerprint(layers), choices
             self._known = known(layers, activation, self._family)
-            self._layers = layer_steps(layers, self._family) if self._known else []
+            self._lay(layers if self._known else [])
         self._sure = (fits := self._known and not self._watched.hooked()) and again
         return fits
+
+    def _lay(self, layers: list[Any]) -> None:
+        self._steps, self._layers, self._leads = layer_steps(layers, self._family), [], [[]]
+        for one in self._steps:
+            if isinstance(one, LayerStep):
+                self._layers.append(one)
+                self._leads.append([])
+            else:
+                self._leads[-1].append(one)
+        states = [one.own for some in self._leads for one in some]
+        self._seats = Seats(states) if states else None
 
     def forget(self) -> None:
         """A pass comes that is of no answer: the next one looks at the layers anew."""
         self._sure, self._sides, self._lie = False, [], ()
 
     def run(
-        self, run: ForwardPass, embeds: Tensor, hidden: bool, slots: list[CacheSlot] | None = None
+        self,
+        run: ForwardPass,
+        embeds: Tensor,
+        hidden: bool,
+        slots: list[CacheSlot] | None = None,
+        running: Any = None,
     ) -> Tensor:
         """[n, E] final hidden states of columns `embeds` [n, E], as `StreamModel.run`; `slots`: of all layers, if known."""
+        # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
+        self._replays.under(self._watched)
+        carried = None if running is None else self._carried([*running.states.values()], len(embeds))
         if slots is not None:
-            return self._answer(slots, embeds)
-        out, errors = self._run([(run, len(embeds), hidden)], embeds, {})
+            return self._answer(slots, embeds, carried)
+        out, errors = self._run([(run, len(embeds), hidden)], embeds, {}, carried)
         for error in errors.values():
             raise error
         return out
+
+    def _carried(self, layers: list[Recurrent], count: int) -> Carried:
+        assert self._seats is not None
+        told = torch.tensor([self._seats.of(layers, count)])
+        place = self._replays.room("told", (1, 4), torch.long).copy_(told)
+        return Carried(place, self._seats.each())
 
     def answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
         """[n, E] final hidden states of answers on several streams, run as one; errors of those that failed, by number."""
@@ -117,6 +147,7 @@ class StreamSteps:
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
                 run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
+        self._replays.under(self._watched)
         out, errors = self._run(passes, embeds, errors)
         for seat, (run, _, _) in enumerate(passes):
             if seat not in errors:
@@ -125,15 +156,21 @@ class StreamSteps:
         return out, errors
 
     def _run(
-        self, passes: Passes, embeds: Tensor, errors: dict[int, Exception]
+        self,
+        passes: Passes,
+        embeds: Tensor,
+        errors: dict[int, Exception],
+        carried: Carried | None = None,
     ) -> tuple[Tensor, dict[int, Exception]]:
         shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
-        width = len(x)
-        wide = width, (heads + 2 * groups) * size
+        width, first = len(x), self._layers[0]
+        wide = width, (heads + 2 * groups + first.gated * heads) * size
         qkv = [room(("qkv", number), wide, dtype) for number in range(len(self._layers))]
-        first = self._layers[0]
-        self._replays(("enter", width), lambda: (qkv[0].copy_(first.project(Rows(x))),), lasting=False)
+        lies = None if self._seats is None else len(self._seats.owners)
+        self._replays(
+            ("enter", width), partial(self._leave, -1, Rows(x), x, qkv, carried), lies, lasting=False
+        )
         self._angles.clear()
         for number in range(len(self._layers)):
             end, whole = 0, False
@@ -147,35 +184,33 @@ class StreamSteps:
                     assert isinstance(state, StreamState)
                     if hidden:
                         state.ahead(number, x[None, rows])
-                    columns = qkv[number][None, rows].view(1, count, -1, size).transpose(1, 2)
-                    query, key, value = columns.split([heads, groups, groups], 1)
+                    columns = qkv[number][None, rows].unflatten(2, (-1, size)).transpose(1, 2)
+                    query, key, value, *_ = columns.split([heads, groups, groups, *[heads] * first.gated], 1)
                     state.append(number, key, value)
                     slot = state.write_slot(number, query)
                     if slot is None:
                         out = run.attend(number, query, key, value, size**-0.5)
-                        attended[rows] = out.transpose(1, 2).reshape(count, -1)
+                        out = out.transpose(1, 2).reshape(count, -1)
+                        attended[rows] = first.opened(out, qkv[number][rows])
                     elif len(passes) == 1:
-                        self._whole(number, slot, x, qkv)
+                        self._whole(number, slot, x, qkv, carried)
                         whole = True
                     else:
                         self._look(number, seat, slot, rows, qkv[number], attended)
             if len(errors) == len(passes):
                 break
             if not whole:
-                self._replays((number, width), partial(self._rest, number, x, attended, qkv))
+                self._replays((number, width), partial(self._rest, number, x, attended, qkv, carried), lies)
         return normed(self._family.text(self._model).norm, x[:n], self._family), errors
 
     def _entered(self, embeds: Tensor) -> Tensor:
         """[width, E] what enters the first layer: `embeds` [n, E], filled up."""
-        assert self._watched is not None
-        # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
-        self._replays.under(self._watched)
         n, width = len(embeds), next(rows for rows in WIDTHS if rows >= len(embeds))
         x = self._replays.room("x", (width, embeds.shape[1]), embeds.dtype)
         x[:n], x[n:] = embeds, 0.0
         return x
 
-    def _answer(self, slots: list[CacheSlot], embeds: Tensor) -> Tensor:
+    def _answer(self, slots: list[CacheSlot], embeds: Tensor, carried: Carried | None) -> Tensor:
         """All layers. What they share, angles and the column that rows are written to, is sent once."""
         x = self._entered(embeds)
         layers, count, room = self._layers, len(x), self._replays.room
@@ -194,8 +229,10 @@ class StreamSteps:
         def work() -> tuple[Tensor, ...]:
             rows, columns = Rows(x), [start + layers[0].line[:, :count] for start in starts]
             for n, (layer, slot) in enumerate(zip(layers, slots, strict=True)):
+                rows = self._led(n, rows, carried)
                 where = ropes[turned[n]], columns[wrote[n]], slot.key, slot.value
                 rows, _ = layer(rows, *where, None, biases.get(n))
+            rows = self._led(len(layers), rows, carried)
             x.copy_(rows.rows)
             return ()
 
@@ -215,7 +252,8 @@ class StreamSteps:
         sides = [side for slot in slots for side in (slot.key, slot.value)]
         if len(self._sides) != len(sides) or any(map(is_not, self._sides, sides)):
             self._sides, self._lie = sides, tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
-        name = "answer", count, tuple(turned), tuple(wrote), shapes
+        seats = None if self._seats is None else len(self._seats.owners)
+        name = "answer", count, tuple(turned), tuple(wrote), shapes, seats
         return list(angles.values()), begins, turned, wrote, name
 
     def replays(self, slots: list[CacheSlot] | None) -> bool:
@@ -223,12 +261,24 @@ class StreamSteps:
         self._replays.under(self._watched)
         if slots is not None:
             return self._replays.ready(self._named(slots, 1)[-1], self._lie)
-        return all(map(self._replays.ready, [("enter", 1), *((n, 1) for n in range(len(self._layers)))]))
+        lies = None if self._seats is None else len(self._seats.owners)
+        return all(self._replays.ready((name, 1), lies) for name in ("enter", *range(len(self._layers))))
 
-    def _rest(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
-        return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv)
+    def _led(self, number: int, rows: Rows, carried: Carried | None) -> Rows:
+        """`rows` through the layers with a running state before layer `number` of attention."""
+        for one in self._leads[number]:
+            assert carried is not None
+            rows = one(rows, carried)
+        return rows
 
-    def _whole(self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor]) -> None:
+    def _rest(
+        self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor], carried: Carried | None
+    ) -> tuple[Tensor, ...]:
+        return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv, carried)
+
+    def _whole(
+        self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor], carried: Carried | None
+    ) -> None:
         layer, count = self._layers[number], len(x)
         rope, start, bias, at = self._looking(number, 0, slot, count, x.dtype)
         key, value = slot.key, slot.value
@@ -236,7 +286,7 @@ class StreamSteps:
         def work() -> tuple[Tensor, ...]:
             columns = start + layer.line[:, :count]
             left, _ = layer(Rows(x), rope, columns, key, value, None, bias, qkv[number])
-            return self._leave(number, left, x, qkv)
+            return self._leave(number, left, x, qkv, carried)
 
         self._replays((number, count, "slot"), work, at=at)
 
@@ -275,12 +325,19 @@ class StreamSteps:
         key, value, bias = slot.key, slot.value, slot.bias
         lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
         bias = None if bias is None else room(("bias", seat), tuple(bias.shape), bias.dtype).copy_(bias)
-        return rope, start, bias, (lies, None if bias is None else bias.shape)
+        own = None if self._seats is None else len(self._seats.owners)
+        return rope, start, bias, (lies, None if bias is None else bias.shape, own)
 
-    def _leave(self, number: int, left: Rows, x: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
-        """The rows that leave layer `number` go to x, and their projections to where the next layer's memory sees them."""
+    def _leave(
+        self, number: int, left: Rows, x: Tensor, qkv: list[Tensor], carried: Carried | None
+    ) -> tuple[Tensor, ...]:
+        """The rows that leave layer `number` go, through what is before the next one, to x, and their projections to where
+        the next layer's memory sees them."""
+        left = self._led(number + 1, left, carried)
         if number + 1 == len(qkv):
             x.copy_(left.rows)
+        elif left.rows is x:
+            qkv[0].copy_(self._layers[0].project(left))
         else:
             torch._foreach_copy_([x, qkv[number + 1]], [left.rows, self._layers[number + 1].project(left)])
         return ()

@@ -150,7 +150,7 @@ class StreamPasses:
             self._few.forget()
         if steps is not None and steps.serves(embeds, slots is not None):
             with self.busy():
-                return steps.run(run, embeds, hidden, slots)
+                return steps.run(run, embeds, hidden, slots, running)
         more: dict[str, Any] = {}
         if embeds.shape[1] > (wide := self.view.geometry.hidden):
             embeds, more = deepstack.parted(embeds, wide)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import home_of, unwrapped
 from mmaccel.core.attach import adapter_for, attached
 from mmaccel.core.errors import VideoError, warn
+from mmaccel.core.memory.buffers import host_available
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.prompt_layout import Budget, positions_of
 from mmaccel.models.shipped import WORLD
@@ -112,7 +113,7 @@ def most_frames(
 
     Frames have the size that they have without `frames`. Raises `VideoError` for a source that does not tell its length.
     """
-    from mmaccel.media.reader import facts, free_memory
+    from mmaccel.media.reader import facts
 
     if recipe is None:
         recipe = Recipe() if (fast := attached(model)) is None else fast.recipe
@@ -141,7 +142,8 @@ def most_frames(
     held += 0 if recipe.chunk else STATES * geometry.hidden
     pixels = slope(lambda inputs: sum(x.numel() for name, x in inputs.items() if "pixel" in name))
     device = home_of(model)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    host = host_available()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
     rooms: dict[str, float] = {"there are no more": total}
     if (limit := positions_of(text.config)) is not None:
         first, second = (int(family.positions(model, made).max()) for made in (few, more))
@@ -162,11 +164,9 @@ def most_frames(
         rooms[f"the model has {limit} positions"] = (
             bisect.bisect_left(range(1, -(-total // pace) + 1), True, key=over) * pace
         )
-    if free is not None:
-        told = f"{free / 2**30:.1f} GiB are free on {device}"
-        rooms[told] = SHARE * free / ((tokens * held + pixels) * each) * pace
-    if (host := free_memory()) is not None:
-        rooms[f"{host / 2**30:.1f} GiB of host memory are free"] = SHARE * host / (2 * 3 * height * width)
+    told = f"{free / 2**30:.1f} GiB are free on {device}"
+    rooms[told] = SHARE * free / ((tokens * held + pixels) * each) * pace
+    rooms[f"{host / 2**30:.1f} GiB of host memory are free"] = SHARE * host / (2 * 3 * height * width)
     why = min(rooms, key=lambda name: rooms[name])
     count = int(min(rooms[why], total)) // pace * pace
     if not count and total >= pace:

@@ -40,6 +40,14 @@ TEXT: dict[str, Any] = {
     "pad_token_id": 0,
 }
 """A language model of three layers: four query heads of 16, two of keys and values."""
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
+"""A vision tower of Qwen's or GLM's."""
 
 Pieces = Iterable[Sequence[Any]]
 """A prompt: ("text", tokens), ("video", units) or ("image",), in order."""

@@ -24,7 +24,8 @@ from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import decode, loading
 from mmaccel.models.decode import Buffers, Held, Part
-from mmaccel.models.layer_step import layer_steps
+from mmaccel.models.layer_step import Carried
+from mmaccel.models.recurrent import Recurrent, Seats
 from mmaccel.models.runner import HFRunner
 
 PLACES = 4096
@@ -85,6 +86,9 @@ class StepsTogether:
         self._layers: list[list[int]] = []
         self._replays: dict[torch.device, Replays] = {}
         self._places, self._shown = 0, list[ref[Laid]]()
+        states = [*runner.family.states(runner.model).values()]
+        self._seats = Seats(states) if states else None
+        self._nobody = [Recurrent(one) for one in states]
         self.warm = True
         """Whether the last step was of a shape that steps are captured for, and was captured by then."""
 
@@ -117,9 +121,10 @@ class StepsTogether:
             count, width = _padded(count), _padded(width)
         self._show(laid, count)
         out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
+        told = self._told(runners, ids, count)
         self.warm = True
         for part in self._parts:
-            out = self._run(part, out, starts, count, width)
+            out = self._run(part, out, starts, told, count, width)
             self.warm &= part.replays.warm
         made = out[: len(runners)].clone()
         if not self._parts[0].replays.works:
@@ -141,7 +146,7 @@ class StepsTogether:
             return
         self._places = max(PLACES, 1 << (places - 1).bit_length())
         family, model = self.family, self.model
-        words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        words: Any = model.get_input_embeddings()  # type: ignore[operator]
         home = words.weight.device
         line = torch.arange(self._places, device=home)
         angles = family.angles(model, line.expand(3, -1) if family.mrope else line, like[0][0].dtype)
@@ -150,10 +155,9 @@ class StepsTogether:
         for device in {device for device, _ in cuts}:
             self._replays.setdefault(device, Replays(device)).under(self._places)
         self._parts, self._layers, self._shown = [], [numbers for _, numbers in cuts], []
-        layers: list[Any] = list(family.layers(model))
         for number, (device, numbers) in enumerate(cuts):
-            ends = (family.text(model).norm, head) if number == len(cuts) - 1 else None
-            steps = layer_steps([layers[n] for n in numbers], family, None if ends is None else ends[0])
+            ends = decode.ends_of(model, family) if number == len(cuts) - 1 else None
+            steps = decode.part_steps(model, family, numbers, ends is not None)
             held = [Held(0, rope.to(device))] * len(numbers)
             short = torch.arange(WINDOW, device=device)[None]
             first = words if number == 0 else None
@@ -187,8 +191,27 @@ class StepsTogether:
             part.buffers = []
         self._shown = []
 
+    def _told(self, runners: Sequence[HFRunner], ids: Sequence[Tensor], count: int) -> Carried | None:
+        """Where running states are, of `count` sequences with those that are not there; None: there are none."""
+        if self._seats is None:
+            return None
+        some = [
+            self._seats.of([*runner.cache.states.values()], own.shape[1])
+            for runner, own in zip(runners, ids, strict=True)
+        ]
+        if count > len(some):
+            some += [self._seats.of(self._nobody, 0)] * (count - len(some))
+        room = self._parts[0].replays.room("told", (MOST, 4), torch.long)[:count]
+        return Carried(room.copy_(torch.tensor(some)), self._seats.each())
+
     def _run(
-        self, part: Part, given: Tensor, starts: list[tuple[int, int]], count: int, width: int
+        self,
+        part: Part,
+        given: Tensor,
+        starts: list[tuple[int, int]],
+        told: Carried | None,
+        count: int,
+        width: int,
     ) -> Tensor:
         """What a part makes of `given`, ids [B, width] or hidden states [count * width, E]: hidden states or logits [count,
         width, V], in a tensor that the next call writes over. `starts`: columns of each sequence, and how far positions are
@@ -202,9 +225,10 @@ class StepsTogether:
 
         def work() -> tuple[Tensor, ...]:
             columns = at[:, :1] + part.line[:, :width]
-            return (part(place, columns, columns + at[:, 1:]),)
+            return (part(place, columns, columns + at[:, 1:], carried=told),)
 
-        return part.replays((part.number, count, width), work, lasting=False)[0]
+        seats = 0 if self._seats is None else len(self._seats.owners)
+        return part.replays((part.number, count, width, seats), work, lasting=False)[0]
 
 
 def sharing(model: nn.Module) -> nn.Module:

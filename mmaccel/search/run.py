@@ -20,8 +20,9 @@ from torch import nn
 
 from mmaccel.backends import select
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import ModelError, RecipeError, UnknownName
+from mmaccel.core.errors import Limit, ModelError, RecipeError, UnknownName, at_least, limited
 from mmaccel.core.layout import MODALITIES
+from mmaccel.core.registry import check_limits
 from mmaccel.core.report import Rows, environment, peak_bytes, write_whole
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
 from mmaccel.search import measure as figures
@@ -50,12 +51,12 @@ class Settings:
     backend    the backend whose costs count; "auto": the first that can run on the device
     """
 
-    context: int | None = None
+    context: int | None = limited(None, at_least(256, " tokens"))
     boundaries: Sequence[str] = KINDS
-    tolerance: float = 0.05
+    tolerance: float = limited(0.05, Limit(lambda share: 0 < share < 1, "a share between 0 and 1"))
     cost: Literal["seconds", "pairs"] = "seconds"
-    repeats: int = 3
-    block: int = 64
+    repeats: int = limited(3, at_least(1))
+    block: int = limited(64, Limit(lambda n: n >= 16 and not n & (n - 1), "a power of two, at least 16"))
     backend: str = "auto"
     extended: bool = False
 
@@ -65,16 +66,7 @@ class Settings:
                 raise UnknownName("boundary type", name, KINDS)
         if not self.boundaries:
             raise RecipeError(f"boundaries: none is named; give some of {', '.join(KINDS)}.")
-        if self.context is not None and self.context < 256:
-            raise RecipeError(f"context: {self.context}; give at least 256 tokens.")
-        if not 0 < self.tolerance < 1:
-            raise RecipeError(f"tolerance: {self.tolerance}; give a share between 0 and 1.")
-        if self.cost not in ("seconds", "pairs"):
-            raise RecipeError(f"cost: {self.cost!r}; give 'seconds' or 'pairs'.")
-        if self.block < 16 or self.block & (self.block - 1):
-            raise RecipeError(f"block: {self.block}; give a power of two, at least 16.")
-        if self.repeats < 1:
-            raise RecipeError(f"repeats: {self.repeats}; give at least 1.")
+        check_limits("search", self)
 
 
 def search(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters as plain
-from mmaccel.backends.ops.clusters import Late, Lists, Own, preceding
+from mmaccel.backends.ops.clusters import Late, Lists, Own, Words, preceding
 from mmaccel.backends.triton import stream
 
 from .triton_cases import DEVICE, INTERPRETED, some
@@ -49,6 +49,24 @@ def test_scores(dtype: torch.dtype, cosine: bool) -> None:
     torch.testing.assert_close(found.cpu(), plain.scored.plain(key[1:3], query, cosine), atol=1e-5, rtol=1e-5)
     assert torch.equal(stream.scored(there(key)[1:2], there(query)[:1], cosine), found[:1])
     assert stream.scored(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
+
+
+@pytest.mark.parametrize(("count", "cosine"), some([1, 5, 8], [False, True]))
+def test_scores_by_words(count: int, cosine: bool) -> None:
+    """Of words padded by anything, and of places without clusters; a score is the same whatever layer is beside it."""
+    torch.manual_seed(0)
+    key, rows = torch.randn(LAYERS, 21, WIDTH), torch.randn(2, 8, WIDTH)
+    rows[:, count:] = torch.nan
+    size, told = few((2, 21), 3).long().clamp_min(0), torch.tensor([count])
+    words = Words(there(rows), there(told))
+    found = stream.scored_by_words(there(key)[1:3], words, there(size), cosine)
+    wanted = plain.scored_by_words.plain(key[1:3], Words(rows, told), size, cosine)
+    torch.testing.assert_close(found.cpu(), wanted, atol=1e-5, rtol=1e-4)
+    one = stream.scored_by_words(
+        there(key)[1:2], Words(there(rows)[:1], there(told)), there(size)[:1], cosine
+    )
+    assert torch.equal(one, found[:1])
+    assert stream.scored_by_words(there(key)[1:3, :0], words, there(size)[:, :0], cosine).shape == (2, 0)
 
 
 @pytest.mark.parametrize(("limit", "count"), some([1, 7, 200, 10**6], [1, 9, 600]))

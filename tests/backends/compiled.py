@@ -1,8 +1,8 @@
 """Compile the Triton kernels for GPUs that need not be there: ``python -m tests.backends.compiled [sm_90 ...]``.
 
 The package's own launches are made, on tensors of the CPU and as on a device of the architecture, and each stops at what it
-compiled. Prints a JSON object for each kernel of each way. `--only GROUP ...` takes the ways of some groups, `--list` names
-what would be compiled.
+compiled. Prints a JSON object for each kernel of each way. `--only GROUP ...` takes the ways of some groups, `--once`
+compiles each kernel in the first way that launches it, `--list` names what would be compiled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,10 +28,10 @@ from triton.runtime.jit import JITFunction
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
-from mmaccel.backends.ops.clusters import Late, Lists, Own
+from mmaccel.backends.ops.clusters import Late, Lists, Own, Words
 from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
-from mmaccel.backends.triton import decode, pointwise, stream
+from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
 from mmaccel.backends.triton.prefill import attend, estimate, hopper_launch, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.backends.triton.prefill.kernel import Work
@@ -74,14 +74,16 @@ def as_on(row: Architecture, memory: int = MEMORY) -> Iterator[None]:
 
 
 @contextmanager
-def stopped(compiles: bool) -> Iterator[list[tuple[str, Any]]]:
-    """Within, a launch goes no further than to compile its kernel, if that: (module.kernel, what was compiled) of each."""
+def stopped(compiles: bool, known: Container[str] = ()) -> Iterator[list[tuple[str, Any]]]:
+    """Within, a launch goes no further than to compile its kernel, if that and it is not `known`: (module.kernel, what was
+    compiled) of each."""
     found: list[tuple[str, Any]] = []
     run = JITFunction.run
 
     def stop(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         name = f"{self.fn.__module__.rsplit('.', 1)[1]}.{self.fn.__name__}"
-        found.append((name, run(self, *args, grid=grid, warmup=True, **named) if compiles else None))
+        if name not in known:
+            found.append((name, run(self, *args, grid=grid, warmup=True, **named) if compiles else None))
 
     with mock.patch.object(JITFunction, "run", stop):
         yield found
@@ -231,6 +233,12 @@ def turned() -> None:
     decode.rope_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
 
 
+def carried() -> None:
+    x = blank(1, 8256), blank(1, 4096), blank(8192, 4), blank(32), blank(32), blank(128), 1e-6, zeros(1, 4)
+    delta.delta_rows(*x, blank(1, 416, 8256), blank(1, 32, 128, 128, dtype=torch.float32))
+    experts.expert_rows(blank(1, E), zeros(1, 8), blank(1, 8), blank(128, 1536, E), blank(128, E, 768))
+
+
 def indexed() -> None:
     """All that makes plans and lists."""
     query, key = (blank(1, n, h, 128).transpose(1, 2) for n, h in ((64, 28), (N, 4)))
@@ -273,6 +281,7 @@ def clustered() -> None:
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
     own = Own(key.transpose(0, 1), 1, lambda at: query, query[0], False)
     stream.scored(key, query, False)
+    stream.scored_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
     stream.outside(score, size[0], 256, 2)
     stream.ordered(score, size, size, score > 0)
     stream.selected(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))
@@ -333,6 +342,7 @@ WAYS: dict[str, Callable[[], None]] = {
     "decode each 4": partial(each, 4),
     "decode each fp32": partial(each, 1, torch.float32),
     "decode turn": turned,
+    "carried": carried,
     **{
         f"project {make.__name__} {kind} {count}": partial(make, count, kind)
         for make, kinds in ((projected, WEIGHTS), (passed, ("up", "down")))
@@ -354,18 +364,19 @@ WAYS: dict[str, Callable[[], None]] = {
 
 
 def compiled(
-    row: Architecture, groups: Iterable[str] = (), compiles: bool = True
+    row: Architecture, groups: Iterable[str] = (), compiles: bool = True, once: bool = False
 ) -> Iterator[Compiled | str]:
     """What is compiled for an architecture in the ways of some groups, or all; kernels by name where nothing compiles."""
-    portable = replace(row, lacks={"hopper": ""})
+    portable, known = replace(row, lacks={"hopper": ""}), set[str]()
     for name, way in WAYS.items():
         group = name.split()[0]
         if (groups and group not in groups) or (group == "hopper" and "hopper" in row.lacks):
             continue
         # Too little memory for all copies of keys: what has none is left to the portable kernel.
         memory = 1 << 12 if name.startswith("hopper") and "split" in name else MEMORY
-        with as_on(row if group == "hopper" else portable, memory), stopped(compiles) as found:
+        with as_on(row if group == "hopper" else portable, memory), stopped(compiles, known) as found:
             way()
+        known |= dict(found).keys() if once else set()
         for kernel, binary in dict(found).items():
             yield Compiled.of(row.name, name, kernel, binary) if compiles else f"{row.name} {kernel}"
 
@@ -376,11 +387,12 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE")
     parser.add_argument("--only", nargs="+", default=(), metavar="GROUP")
+    parser.add_argument("--once", action="store_true")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     for row in ARCHITECTURES:
         if not options.names or row.name in options.names:
-            for found in compiled(row, options.only, not options.list):
+            for found in compiled(row, options.only, not options.list, options.once):
                 print(json.dumps(asdict(found)) if isinstance(found, Compiled) else found, flush=True)
 
 

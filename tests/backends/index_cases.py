@@ -24,6 +24,7 @@ from mmaccel.policies.sparse.stride import Classes, Frames, Search, _heaviest, f
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
 
+from .interpreted import first
 from .triton_cases import DEVICE, DTYPES, some
 
 N = 300
@@ -124,7 +125,20 @@ PATTERNS: dict[str, SparsePattern] = {
 }
 
 
-@pytest.mark.parametrize(("name", "start"), [*((name, 43) for name in PATTERNS), ("grid", 0)])
+# The first have all kinds of lines, scores and strides among them.
+@pytest.mark.parametrize(
+    ("name", "start"),
+    first(
+        4,
+        ("boundary_2d", 43),
+        ("grid, sum, group, queries", 43),
+        ("grid of a searched stride", 43),
+        ("grid", 0),
+        *((name, 43) for name in ("vertical_slash", "vertical_slash, group", "grid", "grid, mean")),
+        ("grid without columns", 43),
+        ("q_boundary", 43),
+    ),
+)
 def test_plans(name: str, start: int) -> None:
     """The same pairs as of an index made without kernels; one prompt twice gives one answer."""
     scene = replace(SCENE, start=start)
@@ -147,7 +161,7 @@ def test_classes_of_more_keys_than_a_tile(
     monkeypatch.setattr(estimate, "KEYS", 16)
     long = sequence([(TEXT, [5]), (VIDEO, [5] * 40), (TEXT, [20])])
     other = sequence([(TEXT, [3]), (VIDEO, [4] * 45), (TEXT, [9])]) if padded else long
-    scene = Scene((long, other), heads=8, groups=2, size=16, seed=5)
+    scene = Scene((long, other), heads=4, groups=2, size=16, seed=5)
     search = Search(low=2, most=12, slack=0.1, score=score, rows=True, keys=scene.length)
 
     def found(device: str) -> Classes:
@@ -181,7 +195,8 @@ def test_strides(score: Score, strides: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "count", "tile"), [(300, 20, 64), (300, 1000, 512), (110, 90, 16), (77, 5, 8192)]
+    ("n", "count", "tile"),
+    first(2, (110, 90, 16), (77, 200, 8192), (300, 20, 64), (300, 1000, 512), (77, 5, 8192)),
 )
 def test_strongest(n: int, count: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", tile)

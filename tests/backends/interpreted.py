@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 
 from tests.products import product
@@ -13,6 +14,13 @@ from tests.products import product
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
+
+
+def first(count: int, *cases: Any) -> list[Any]:
+    """All of these cases; interpreted, those behind the first `count` are slow."""
+    late = (pytest.mark.slow,) if INTERPRETED else ()
+    told = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=late if n >= count else ()) for n, case in enumerate(told)]
 
 
 def some(*axes: Iterable[Any]) -> list[Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from mmaccel.core.prefill.plan import AttentionPlan, Part
+from mmaccel.core.prefill.sparse import attend_plan
 
 
 def masked(
@@ -50,6 +53,35 @@ def budget(
         plain = masked(query, key[:, :, order], value[:, :, order], mask[..., order], scale, some).double()
         error = max(error, float((plain - exact).abs().max()))
     return exact, 2 * error + torch.finfo(query.dtype).eps * float(exact.abs().max()) + turned
+
+
+def check(
+    plan: AttentionPlan,
+    tensors: Sequence[Tensor],
+    scale: float,
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Run `plan` by `kernel` and hold the answer and its log-sum-exp to float64 attention under its mask; gives both."""
+    query, key, value = tensors
+    biased = any(span.bias is not None or span.key is not None for part in plan.parts for span in part.spans)
+    mask, bias = plan.to_mask(), plan.to_bias() if biased else None
+    out, lse = attend_plan(plan, query, key, value, scale, kernel)
+    for own in plan.own_keys:
+        key, value = (
+            torch.cat([t, o.to(t.dtype).expand(*t.shape[:2], -1, -1)], 2)
+            for t, o in zip((key, value), own, strict=True)
+        )
+    exact, allowed = budget(query, key, value, mask, scale, bias)
+    assert out.dtype == query.dtype and out.shape == exact.shape and lse.dtype == torch.float32
+    assert float((out.double() - exact).abs().max()) <= allowed
+    blind = ~mask.any(-1).expand(lse.shape)
+    assert (out[blind] == 0).all() and torch.equal(lse == -torch.inf, blind)
+    wide = log_sum_exp(query.double(), key.double(), mask, scale, bias)[~blind]
+    if wide.numel():
+        plain = float((log_sum_exp(query, key, mask, scale, bias)[~blind].double() - wide).abs().max())
+        error = float((lse[~blind].double() - wide).abs().max())
+        assert error <= 2 * plain + torch.finfo(torch.float32).eps * float(wide.abs().max())
+    return out, lse
 
 
 def _moved(

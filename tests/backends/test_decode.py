@@ -1,4 +1,4 @@
-"""The operators of a decode step: their contract, and what goes to which kernel."""
+"""The operators of a decode step: what goes to which kernel."""
 
 from __future__ import annotations
 
@@ -6,35 +6,7 @@ import pytest
 import torch
 
 from mmaccel.backends.ops import operator
-from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, rope_rows
-
-
-def test_the_operators_keep_their_contract() -> None:
-    query = torch.randn(2, 3, 4, 8).transpose(1, 2)
-    key, value = torch.randn(2, 2, 2, 20, 8).unbind(0)
-    columns = torch.tensor([[3, 4, 5], [17, 18, 19]])
-    sees = (
-        torch.tensor([-1, -1, -1])
-        & ~torch.tensor([1 << 62, 0, 0])
-        & ~torch.tensor([-(1 << 63), -(1 << 63), 0])
-    )
-    torch.library.opcheck(decode_attend.op, (query, key, value, columns, 0.3))
-    torch.library.opcheck(decode_attend.op, (query, key, value, columns, 0.3, sees))
-    chain = decode_attend(query, key, value, columns, 0.3)
-    torch.testing.assert_close(decode_attend(query, key, value, columns, 0.3, sees), chain)
-    weight = list(torch.randn(2, 12, 16))
-    x, gain = torch.randn(5, 16), torch.randn(16)
-    torch.library.opcheck(project_rows.op, (x, weight, [], gain, 1e-6, None, True))
-    torch.library.opcheck(project_rows.op, (x, weight, list(torch.randn(2, 12))))
-    check = torch.library.opcheck
-    check(pass_rows.op, (x, torch.randn(12, 16), [torch.randn(12)], torch.randn(5, 12), torch.randn(12)))
-    check(project_rows.op, (x, weight, [], None, 1e-6, None, True, torch.rand(5, 3)))
-    turn, three = torch.randn(2, 2, 3, 8), [torch.randn(8 * h, 16) for h in (4, 2, 2)]
-    entered = (torch.randn(6, 16), three, [], gain, None, 1e-6, turn, columns, key.clone(), value.clone())
-    check(enter_rows.op, entered)
-    angles = torch.randn(2, 20, 8)
-    new = torch.randn(2, 3, 8 * 8)
-    torch.library.opcheck(rope_rows.op, (new, angles, angles, columns - 2, columns, key, value.clone()))
+from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, rope_rows
 
 
 def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends.ops import dense_attend as dense
+from tests.products import product
 
 from .oracle import budget, masked
 
@@ -111,17 +112,17 @@ def test_rules(data: st.DataObject) -> None:
     torch.testing.assert_close(got, masked(query, key, value, mask, 0.3), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+ROWS = [
+    dict(n_query=600, start=0),
+    dict(n_query=400, start=200),
+    dict(n_query=1, start=599),
+    dict(n_query=600, start=0, window=100, sinks=7),
+    dict(n_query=300, start=300, window=290, sinks=40),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        dict(n_query=600, start=0),
-        dict(n_query=400, start=200),
-        dict(n_query=1, start=599),
-        dict(n_query=600, start=0, window=100, sinks=7),
-        dict(n_query=300, start=300, window=290, sinks=40),
-    ],
-    ids=str,
+    ("case", "dtype"), product(ROWS, [torch.float32, torch.float16, torch.bfloat16]), ids=str
 )
 def test_blocks_of_rows(case: dict[str, int], dtype: torch.dtype) -> None:
     """Longer than one block of rows, in the types of models."""

@@ -62,7 +62,7 @@ def test_small_blocks_in_their_order_go_together(name: str, block: int, calls: l
     assert {(args[4].queries, args[4].keys) for args in calls} == {(128, 128)}
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**16),
     lead=st.sampled_from(["", "b", "h", "bh"]),
@@ -120,18 +120,17 @@ def test_rows_in_their_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -
         assert [args[1].data_ptr() == tensors[1].data_ptr() for args in calls] == [keys] * len(calls)
 
 
-@pytest.mark.parametrize("start", [0, 70])
-@pytest.mark.parametrize("block", [16, 64, 128, 256])
+IN_ORDER = [
+    AShape(sink=0, window=40),
+    AShape(sink=9, window=40),
+    AShape(sink=80, window=1),
+    TriShape(sink=70, window=9, bottom=20),
+    PATTERNS["grid"],
+]
+
+
 @pytest.mark.parametrize(
-    "pattern",
-    [
-        AShape(sink=0, window=40),
-        AShape(sink=9, window=40),
-        AShape(sink=80, window=1),
-        TriShape(sink=70, window=9, bottom=20),
-        PATTERNS["grid"],
-    ],
-    ids=lambda p: f"{type(p).__name__}-{getattr(p, 'sink', '')}",
+    ("pattern", "block", "start"), product(IN_ORDER, [16, 64, 128, 256], [0, 70]), ids=str
 )
 def test_keys_in_their_order_are_told_as_runs(
     pattern: IntraPattern, block: int, start: int, calls: list[tuple[Any, ...]]

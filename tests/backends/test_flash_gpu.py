@@ -8,37 +8,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from mmaccel.backends import flash, select
 from mmaccel.backends.flash import attend, tiles
 from mmaccel.backends.flash.attend import block_attend
 from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.plan import AttentionPlan
-from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape
 from tests.policies.sparse.scenes import Scene
 
-from .oracle import budget, log_sum_exp
+from .oracle import budget, check
 from .plans import PATTERNS, SCENE, random_plan
 
 WHY = flash.usable(torch.device("cuda"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or "it runs here")]
-
-
-def check(plan: AttentionPlan, tensors: tuple[Tensor, ...], scale: float, kernel: Any) -> None:
-    mask = plan.to_mask()
-    out, lse = attend_plan(plan, *tensors, scale, kernel)
-    exact, allowed = budget(*tensors, mask, scale)
-    assert float((out.double() - exact).abs().max()) <= allowed
-    blind = ~mask.any(-1).expand(lse.shape)
-    assert (out[blind] == 0).all() and torch.equal(lse == -torch.inf, blind)
-    query, key, _ = tensors
-    wide = log_sum_exp(query.double(), key.double(), mask, scale)[~blind]
-    plain = float((log_sum_exp(query, key, mask, scale)[~blind].double() - wide).abs().max())
-    error = float((lse[~blind].double() - wide).abs().max())
-    assert error <= 2 * plain + torch.finfo(torch.float32).eps * float(wide.abs().max())
 
 
 @pytest.mark.parametrize("start", [0, 70])

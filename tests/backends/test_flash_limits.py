@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.backends.flash import attend
@@ -16,7 +16,6 @@ from mmaccel.policies.sparse import AShape
 from .flash_cases import check, recorded
 
 
-@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**16),
     blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
@@ -53,7 +52,6 @@ def test_runs_of_keys(
     assert [args[6] for args in told] == [True, False]
 
 
-@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**16),
     blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
@@ -103,7 +101,6 @@ def test_bands_of_keys(
     assert [args[8] is None for args in told] == [False, False, True]
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**16),
     block=st.sampled_from([16, 64, 128, 256]),

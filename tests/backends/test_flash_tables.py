@@ -14,7 +14,7 @@ from mmaccel.backends.flash import attend
 from mmaccel.backends.flash.tiles import Tiles, finer, rooms, tiled
 from mmaccel.backends.ops import dense_attend
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.block_attend import FULL, TEST
+from mmaccel.backends.ops.block_attend import FULL
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.prefill.plan import BlockLists, KeySpan, Part
 
@@ -129,17 +129,3 @@ def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(flash, "installed", lambda there=there: there)
             assert flash.usable(CUDA) == (row.lacks["flash"] if row.lacks else needed)
             assert dense_attend.runs_flash_4(CUDA) == (there and name in ("sm_90", "sm_100"))
-
-
-def test_kinds_agree_with_the_range() -> None:
-    """A block that is not tested elsewhere is tested here where it goes into a tested tile: it must pass its own test."""
-    for name in PATTERNS:
-        plan, _ = planned(name, 16, 0)
-        for part in plan.parts:
-            for span in part.spans:
-                kinds = span.lists.table()
-                gap = span.q_pos[..., :, None] - span.k_pos[..., None, :]
-                present = (part.q_row >= 0)[..., :, None] & (span.k_row >= 0)[..., None, :]
-                wide = kinds.repeat_interleave(16, 2).repeat_interleave(16, 3)
-                untested = present & (wide >= 0) & (wide != TEST)
-                assert (~untested | ((gap >= span.lo) & (gap < span.hi))).all()

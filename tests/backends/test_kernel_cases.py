@@ -14,13 +14,13 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::Deprec
 PRODUCTS = pytest.mark.numeric(by="numpy")
 INTERPRETED = [
     pytest.param("triton", marks=PRODUCTS),
-    pytest.param("decode hopper index", marks=PRODUCTS),
-    "clusters gather lists pieces pointwise work",
+    pytest.param("carried clusters decode gather hopper index lists pieces pointwise work", marks=PRODUCTS),
 ]
 
 
 def ran(names: str, **environment: str) -> None:
     files = [f"tests/backends/{name}_cases.py" for name in names.split()]
+    files += ["tests/core/test_masked.py::test_a_planned_layer"] * (names == "triton")
     out = run("pytest", *files, *QUIET, PYTEST_ADDOPTS="", **environment)
     assert " passed" in out and "failed" not in out and "skipped" not in out
 
@@ -32,7 +32,9 @@ def test_interpreted(names: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["clusters", "index", "lists", "pieces", "pointwise", "work"])
+@pytest.mark.parametrize(
+    "name", ["carried", "clusters", "gather", "index", "lists", "pieces", "pointwise", "work"]
+)
 def test_compiled(name: str) -> None:
-    """Those of the other files run in `test_triton_gpu`, `test_decode_gpu`, `test_hopper_gpu` and `test_gather`."""
+    """Those of the other files run in `test_triton_gpu`, `test_decode_gpu` and `test_hopper_gpu`."""
     ran(name, CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))

@@ -11,15 +11,18 @@ FIRST = "2000,4001,12001"
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kernel"),
+    ("architecture", "kernel", "others"),
     [
-        pytest.param("sm_80", "kernel.attend_kernel", marks=pytest.mark.slow),
-        ("sm_90", "hopper.hopper_kernel"),
+        pytest.param("sm_80", "kernel.attend_kernel", 3, marks=pytest.mark.slow),
+        pytest.param("sm_90", "hopper.hopper_kernel", 9, marks=pytest.mark.slow),
+        ("sm_90", "hopper.hopper_kernel", 1),
     ],
 )
-def test_a_new_length_compiles_nothing(architecture: str, kernel: str) -> None:
+def test_a_new_length_compiles_nothing(architecture: str, kernel: str, others: int) -> None:
     """Whatever it is a multiple of, whatever frames its video has: what is compiled hangs on the pattern."""
-    rows = run("tests.backends.launch_keys", architecture, FIRST, "3", TRITON_INTERPRET="0").splitlines()
+    rows = run(
+        "tests.backends.launch_keys", architecture, FIRST, str(others), TRITON_INTERPRET="0"
+    ).splitlines()
     new = {name: int(again) for name, _, again, _ in (row.split("; ", 3) for row in rows)}
     seen = {
         kernel,

@@ -40,11 +40,11 @@ def test_the_usual_shape(heads: tuple[int, int], block: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", ["a_shape", "vertical_slash", "grid"])
 def test_patterns_in_the_types_of_models(name: str, dtype: torch.dtype) -> None:
-    from tests.policies.sparse.test_contract import plan_of, small
+    from tests.policies.sparse.test_contract import small
 
     from .triton_cases import SCENE
 
-    plan = plan_of(small(name), SCENE)
+    plan = SCENE.plan(small(name))
     assert plan is not None
     for chunk in (None, 1):
         kernel = partial(block_attend, chunk=chunk)

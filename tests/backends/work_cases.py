@@ -23,7 +23,7 @@ from .oracle import flat
 from .triton_cases import DEVICE, INTERPRETED, draw
 
 
-@settings(max_examples=6 if INTERPRETED else 25)
+@settings(max_examples=4 if INTERPRETED else 40)
 @given(
     st.lists(st.integers(0, 400), min_size=1, max_size=12),
     st.integers(1, 9),

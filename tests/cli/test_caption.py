@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from mmaccel.cli import answer
-from mmaccel.cli.caption import Words
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.recipe import Recipe
+from mmaccel.serve.speech import Speech
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -88,13 +89,13 @@ def test_people_read_the_text_and_the_figures(call: Call, clip: str, pair: str) 
 def test_a_piece_of_text_is_shown_once_it_is_whole_and_the_last_in_any_case() -> None:
     """Token n is byte n: a character of two bytes waits for its second, unless nothing follows."""
     shown: list[str] = []
-    words = Words(lambda ids: bytes(ids.tolist()).decode(errors="replace"), shown.append)
+    words = Speech(lambda ids: bytes(ids).decode(errors="replace"), (), shown.append, Deadline())
     words.put(torch.tensor([[65, 66]]))
     for byte in "a\u00e9b".encode() + b"\xc3":
         words.put(torch.tensor([byte]))
     assert shown == ["a", "\u00e9", "b"]
     words.end()
-    assert shown[3:] == ["\N{REPLACEMENT CHARACTER}", "\n"] and words.text == "".join(shown[:4])
+    assert shown[3:] == ["\N{REPLACEMENT CHARACTER}"] and words.cutter.said == "".join(shown)
 
 
 def test_the_pipeline_runs_in_its_own_process(call: Call, clip: str, pair: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -43,14 +45,11 @@ def test_describe_knows_every_listed_name(call: Call) -> None:
 def test_describe_shows_fields_and_presets(call: Call) -> None:
     out = call("describe", "a_shape")[1]
     assert "window: int = 4096" in out and "sink: int = 128" in out and "first `sink` tokens" in out
-    assert "sparse: {name: a_shape" in call("describe", "long-video")[1]
+    assert "default: {name: a_shape" in call("describe", "long-video")[1]
     out = call("describe", "window")[1]
     assert "window (recipe: what `--recipe window` is; there is a kv of this name too, below)" in out
     assert "window (kv)" in out and "(recipe: what `--recipe std` is)" in call("describe", "std")[1]
-
-
-def test_describe_knows_a_former_name(call: Call) -> None:
-    assert call("describe", "prompt-lookup")[1] == call("describe", "exact")[1]
+    assert call("describe", "prompt-lookup")[1] == call("describe", "exact")[1], "a former name"
 
 
 def test_describe_explains_every_field_of_a_recipe(call: Call) -> None:
@@ -109,22 +108,31 @@ def test_eval_needle_documents(call: Call, random_folder: Folder) -> None:
     assert status == 0 and told["documents"] and set(told["lengths"][0]["kinds"]) == {"needle"}
 
 
-def test_eval_keeps_what_it_has_when_stopped(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "count"), [("eval needle --frames 8,9 --samples 5", 3), ("demo --worlds 2 --frames 8", 1)]
+)
+def test_what_was_asked_is_told_when_it_is_stopped(
+    call: Call, ov: str, monkeypatch: pytest.MonkeyPatch, command: str, count: int
+) -> None:
     from mmaccel_lab.eval import needle
 
     real = needle.judge
 
     def stopped(*arguments: Any, **options: Any) -> Iterator[Any]:
-        for number, judged in enumerate(real(*arguments, **options)):
-            if number == 3:
-                raise KeyboardInterrupt
-            yield judged
+        yield from itertools.islice(real(*arguments, **options), count)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(needle, "judge", stopped)
-    status, out, err = call("eval", "needle", "--model", ov, "--frames", "8,9", "--samples", 5, "--json")
+    words = (*command.split(), "--model", ov, "--recipe", "a_shape")
+    status, out, err = call(*words, "--json")
     told = json.loads(out)
-    assert status == 130 and not told["complete"] and told["lengths"][0]["asked"] == 3
-    assert "answers so far" in err
+    assert status == 130 and not told["complete"] and "answers so far" in err
+    if command.startswith("demo"):
+        assert len(told["cases"]) == 1
+        status, out, _ = call(*words)
+        assert status == 130 and "dense: 0.0% of 1 right" in out
+    else:
+        assert told["lengths"][0]["asked"] == 3
 
 
 def test_eval_caption(call: Call, ov: str) -> None:
@@ -136,7 +144,11 @@ def test_eval_caption(call: Call, ov: str) -> None:
     assert status == 0 and "2 captions" in out and "agrees on 100.0%" in out
 
 
-def test_eval_table(call: Call, ov: str, tmp_path: Path) -> None:
+def test_eval_table(call: Call, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmaccel_lab.eval import table
+
+    few = functools.partial(table.step_ratio, length=16, steps=4, rounds=1)
+    monkeypatch.setattr(table, "step_ratio", few)
     rows = tmp_path / "rows.json"
     arguments = f"eval table --model {ov} --draft {ov} --samples 1 --max-tokens 128 --out {rows}".split()
     status, out, _ = call(*arguments)
@@ -184,24 +196,6 @@ def test_demo_of_many_recipes_fits(call: Call, ov: str) -> None:
     heads = [line.split("┃") for line in lines if line.startswith("┃ world")]
     assert max(map(len, lines)) <= 120
     assert [[one.strip() for one in head[4:-1]] for head in heads] == [["dense", *names[:2]], names[2:]]
-
-
-def test_demo_keeps_what_it_has_when_stopped(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmaccel_lab.eval import needle
-
-    real = needle.judge
-
-    def stopped(*arguments: Any, **options: Any) -> Iterator[Any]:
-        yield next(real(*arguments, **options))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(needle, "judge", stopped)
-    arguments = ("demo", "--model", ov, "--worlds", 2, "--frames", 8, "--recipe", "a_shape")
-    status, out, err = call(*arguments, "--json")
-    told = json.loads(out)
-    assert status == 130 and not told["complete"] and len(told["cases"]) == 1 and "answers so far" in err
-    status, out, _ = call(*arguments)
-    assert status == 130 and "dense: 0.0% of 1 right" in out
 
 
 def test_what_cannot_be_asked_is_told(call: Call, ov: str) -> None:

@@ -60,7 +60,7 @@ def test_a_long_film_is_shrunk_to_what_the_model_needs(
     exact = look(path).frames
     assert exact.shape == (40, 3, 160, 256)
     monkeypatch.setattr(reader, "ROOM", 40 * 3 * 160 * 256 - 1)
-    monkeypatch.setattr(reader, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(reader, "host_available", lambda: 1 << 20)
     small = look(path).frames
     assert small.shape == (40, 3, 28, 45) and numbers(look(path, frames=4).frames) == [0, 10, 20, 30]
     means = [frames.float().mean((0, 2, 3)) for frames in (exact, small)]
@@ -88,11 +88,11 @@ def test_errors_name_the_options_of_the_command(tmp_path: Path, how: dict[str, A
 
 def test_too_little_memory_names_the_options_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_film(tmp_path / "film.mp4", 6)
-    monkeypatch.setattr(reader, "free_memory", lambda: 1000)
+    monkeypatch.setattr(reader, "host_available", lambda: 1000)
     with pytest.raises(VideoError, match=r"are free: give --fps, --frames or --max-frames\.$"):
         look(path)
     bare = write_film(tmp_path / "bare.h264", 6, format="h264")
-    monkeypatch.setattr(reader, "free_memory", lambda: None)
+    monkeypatch.setattr(reader, "host_available", lambda: 1 << 40)
     with pytest.raises(VideoError, match=r"its number of frames: use --fps instead of --frames\.$"):
         look(bare, frames=2)
 

@@ -17,6 +17,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.attention import MIN_ROWS, AttentionConfig, ForwardPass
 from mmaccel.core.recipe import Recipe
+from tests.backends.oracle import masked
 
 HEADS, GROUPS, SIZE = 4, 2, 16
 SINK, WINDOW, BLOCK = 16, 24, 16
@@ -36,12 +37,8 @@ def written_out(
     query: Tensor, key: Tensor, value: Tensor, sees: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Attention where `sees` [B, n, N], in float64; `bias` [m] is added to the scores of the first keys."""
-    per = query.shape[1] // key.shape[1]
-    key, value = (x.double().repeat_interleave(per, 1) for x in (key, value))
-    scores = query.double() @ key.transpose(2, 3) * SIZE**-0.5
-    if bias is not None:
-        scores[..., : len(bias)] += bias.double()
-    return scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1) @ value
+    more = None if bias is None else torch.nn.functional.pad(bias, (0, key.shape[2] - len(bias)))
+    return masked(query.double(), key.double(), value.double(), sees[:, None], SIZE**-0.5, more)
 
 
 def causal(n: int) -> Tensor:

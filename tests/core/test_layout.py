@@ -49,6 +49,7 @@ def test_taking_and_sequences_keep_what_tokens_are(scene: Scene) -> None:
     assert torch.equal(layout.take(picked).position, layout.position[:, ::2])
     for b in range(scene.batch):
         assert torch.equal(layout.sequence(b).modality, layout.modality[b : b + 1])
+    assert torch.equal(layout.to("cpu").modality, layout.modality)
 
 
 def test_a_later_video_has_frames_of_its_own() -> None:
@@ -76,10 +77,3 @@ def test_generated_tokens_follow_on() -> None:
     assert longer.segment.tolist() == [[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]
     assert longer.frame[:, 3:].tolist() == [[-1, -1], [-1, -1]] and bool(longer.valid[:, 3:].all())
     assert layout.extend(0) is layout
-
-
-def test_text() -> None:
-    layout = TokenLayout.text(2, 5)
-    assert layout.modality.eq(TEXT).all() and not layout.padded
-    assert layout.position.tolist() == [[0, 1, 2, 3, 4]] * 2
-    assert layout.to("cpu").length == 5

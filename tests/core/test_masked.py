@@ -13,8 +13,7 @@ from mmaccel.core.layout import IMAGE, TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.masked import Images
 from mmaccel.core.registry import policy
-from tests.backends.oracle import budget
-from tests.backends.test_triton import run
+from tests.backends.oracle import budget, masked
 
 B, H, G, N, D, START = 2, 4, 2, 300, 16, 70
 SPANS = ((0, 80, 100), (0, 100, 230), (0, 240, 241), (1, 90, 155), (1, 20, 60), (1, 280, 300))
@@ -34,11 +33,6 @@ def behind(columns: Tensor) -> Tensor:
         if begin >= START:
             seen[b] |= (begin <= rows) & (rows < columns) & (columns < past)
     return seen
-
-
-def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    k, v = (t.repeat_interleave(H // G, 1) for t in (key, value))
-    return (query @ k.mT * D**-0.5).masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0) @ v
 
 
 def layout(pad: int = 0) -> TokenLayout:
@@ -64,19 +58,19 @@ def test_a_dense_layer(pad: int, sinks: int, window: int | None) -> None:
     if sinks:  # which count from the first token
         first = torch.tensor([pad, 0])[:, None, None]
         mask |= (rows >= columns) & (columns < first + sinks)
-    want = attended(query, key, value, (mask & told.valid[:, None])[:, None])
+    want = masked(query, key, value, (mask & told.valid[:, None])[:, None], D**-0.5)
     assert (out - want).abs().max() < 1e-5
 
 
+# Interpreted, this test runs among the cases of Triton's kernels (`tests/backends/test_kernel_cases.py`).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KERNELS = {"reference": reference.op, **({"triton": triton.op} if INTERPRETED else {})}
 
 
-@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("dense", [(), (1, 2)])
-def test_a_planned_layer(backend: str, dense: tuple[int, ...]) -> None:
+def test_a_planned_layer(dense: tuple[int, ...]) -> None:
     """The pairs of the pattern, those behind each row in its image, heads that a table leaves dense, and a dense tail that
     begins within an image."""
+    kernel = (triton if INTERPRETED else reference).op
     query, key, value = tensors(1)
     told = layout()
     own = {"name": "a_shape", "sink": 8, "window": 20, "block": 16}
@@ -86,21 +80,13 @@ def test_a_planned_layer(backend: str, dense: tuple[int, ...]) -> None:
     assert bool(plan.dense) == bool(dense)
     images = Images(SPANS, frozenset({0})).of(0, START, told)
     tails, view = [(slice(None), 180, 230)], KVView(key, value)
-    out = images.attend(plan, tails, view, None, query, key, value, D**-0.5, KERNELS[backend])
+    out = images.attend(plan, tails, view, None, query, key, value, D**-0.5, kernel)
     places, columns = torch.arange(START, N)[:, None], torch.arange(N)
     near = (places - columns < 20) | (columns < 8) | (places >= START + 180)
     near = torch.stack([near if head in heads else torch.ones_like(near) for head in range(H)])
-    want = attended(query, key, value, ((places >= columns) & near)[None] | behind(columns)[:, None])
+    want = masked(query, key, value, ((places >= columns) & near)[None] | behind(columns)[:, None], D**-0.5)
     assert (out - want).abs().max() < 1e-5
     assert images.pairs(B).tolist() == [[190 + 130 * 129 / 2], [65 * 32 + 190]]
-
-
-@pytest.mark.numeric(by="numpy")
-def test_by_the_kernel_interpreted() -> None:
-    pytest.importorskip("triton")
-    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
-    out = run("pytest", f"{__file__}::test_a_planned_layer", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
-    assert "4 passed" in out and "failed" not in out
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,39 @@ from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.orders import at_or_before, natural
 
 
-def test_one_capture_is_over_before_another_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the streams of a device, and for what enters them."""
+    monkeypatch.setattr(replay, "_side", mock.MagicMock())
+    for name in ("current_stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+
+
+def replays_here() -> replay.Replays:
+    replays = replay.Replays(torch.device("cpu"))
+    replays.works = True
+    return replays
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Tells by which backend all is compiled."""
+    whole = torch.compile
+    torch._dynamo.reset()
+
+    def by(backend: Any, when: str | None = "always") -> None:
+        monkeypatch.setattr(torch, "compile", lambda plain, **how: whole(plain, backend=backend, **how))
+        monkeypatch.delenv(replay.COMPILE, raising=False)
+        if when is not None:
+            monkeypatch.setenv(replay.COMPILE, when)
+
+    yield by
+    torch._dynamo.reset()
+
+
+def test_one_capture_is_over_before_another_begins(monkeypatch: pytest.MonkeyPatch, side: None) -> None:
     """All captures on a device are on one stream, which cannot begin a second one: sessions on two models in two threads."""
     order: list[str] = []
 
@@ -42,11 +75,7 @@ def test_one_capture_is_over_before_another_begins(monkeypatch: pytest.MonkeyPat
         def capture_end(self) -> None:
             order.append("end")
 
-    monkeypatch.setattr(replay, "_side", mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     threads = [
         threading.Thread(target=replay.captured, args=(lambda: None, torch.device("cuda"), None))
         for _ in range(4)
@@ -91,9 +120,7 @@ def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(replay, "_Replay", type("Refuses", (), {"__new__": refuses}))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    replays = replay.Replays(torch.device("cpu"))
-    replays.works = True
-    one = torch.ones(3)
+    replays, one = replays_here(), torch.ones(3)
     for count in range(1, 5):
         (two,) = replays("twice", lambda n=count: (2 * one * n,))
         assert torch.equal(two, 2.0 * one * count)
@@ -125,9 +152,7 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> replay.Replays:
     monkeypatch.setattr(replay, "_Replay", Repeated)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     MADE.clear()
-    replays = replay.Replays(torch.device("cpu"))
-    replays.works = True
-    return replays
+    return replays_here()
 
 
 def test_sessions_asked_in_turns_each_find_their_captures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +202,9 @@ def test_what_comes_to_lie_where_something_lay_is_what_a_replay_reads(
     assert len(MADE) >= 1 and torch.equal(out, 2 * again)
 
 
-def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_is_over_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, side: None
+) -> None:
     """Shown with stand-ins for streams and graphs, for a device cannot be broken."""
     made: list[Any] = []
 
@@ -198,14 +225,8 @@ def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch: pytest.
             raise RuntimeError("no room")
         return (torch.ones(1),)
 
-    monkeypatch.setattr(replay, "_side", mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    for name in ("current_stream", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-    replays = replay.Replays(torch.device("cpu"))
-    replays.works = True
+    replays = replays_here()
     for lasting in (True, False):
         for _ in range(3):
             assert torch.equal(replays(lasting, work, lasting=lasting)[0], torch.ones(1))
@@ -234,22 +255,19 @@ def test_what_is_compiled_has_lost_by_then_what_compiling_takes(monkeypatch: pyt
 
 
 def test_what_is_compiled_anew_for_the_same_sizes_has_that_to_lose_again(
-    monkeypatch: pytest.MonkeyPatch,
+    compiles: Callable[..., None],
 ) -> None:
     """What the host knows of a prompt is of a graph too: one for each prompt would be half a minute for each."""
-    counter, whole, graphs = CompileCounterWithBackend("eager"), torch.compile, [0]
-    monkeypatch.delenv(replay.COMPILE, raising=False)
-    monkeypatch.setattr(torch, "compile", lambda plain, **how: whole(plain, backend=counter, **how))
-    torch._dynamo.reset()
+    counter, graphs = CompileCounterWithBackend("eager"), [0]
+    compiles(counter, when=None)
     work = replay.Compiled(torch.mul, warmup_s=1.0)
     for number in range(40):
         assert work("one", 0.25, torch.ones(2), number).tolist() == [number] * 2
         graphs.append(counter.frame_count)
     assert graphs[3:7] == [0, 1, 2, 2] and graphs[-1] == replay.SIZES and not work.failed
-    torch._dynamo.reset()
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_runs_as_it_is_written(compiles: Callable[..., None]) -> None:
     """Whatever is missing, a compiler of C++ say; said once."""
     tried: list[Any] = []
 
@@ -257,17 +275,13 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pytest.Monke
         tried.append(_)
         raise RuntimeError("no compiler is found")
 
-    monkeypatch.setenv(replay.COMPILE, "always")
-    whole = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda plain, **how: whole(plain, backend=compiler, **how))
-    torch._dynamo.reset()
+    compiles(compiler)
     work = replay.Compiled(doubled, warmup_s=1.0)
     with pytest.warns(
         mmaccel.MmaccelWarning, match="doubled cannot be compiled.*no compiler is found"
     ) as said:
         assert [work(0, 0.0, torch.ones(1)).item() for _ in range(3)] == [2.0] * 3
     assert len(said) == len(tried) == 1
-    torch._dynamo.reset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,20 +308,17 @@ class Heavier(SparsePattern):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("compiles", [None, False])
+@pytest.mark.parametrize("asked", [None, False])
 def test_a_third_party_s_pattern_is_compiled_unless_it_says_no(
-    compiles: bool | None, backend: str, monkeypatch: pytest.MonkeyPatch
+    asked: bool | None, backend: str, compiles: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph for all layers and prompts of a length, and the plans of the pattern itself."""
     kind = type("Heavier", (Heavier,), {})
     patterns = registry("sparse")
     monkeypatch.setattr(patterns, "_classes", dict(patterns._classes))
-    kind = register("sparse", "heavier", compile=compiles)(dataclass(frozen=True, kw_only=True)(kind))
+    kind = register("sparse", "heavier", compile=asked)(dataclass(frozen=True, kw_only=True)(kind))
     config = AttentionConfig(Recipe.load(sparse={"name": "heavier", "block": 16}), "reference", None)
-    counter, whole = CompileCounterWithBackend(backend), torch.compile
-    monkeypatch.setenv(replay.COMPILE, "always")
-    monkeypatch.setattr(torch, "compile", lambda plain, **how: whole(plain, backend=counter, **how))
-    torch._dynamo.reset()
+    compiles(counter := CompileCounterWithBackend(backend))
     for _ in range(2):
         layout = TokenLayout.text(1, 90)
         for layer in range(3):
@@ -315,8 +326,7 @@ def test_a_third_party_s_pattern_is_compiled_unless_it_says_no(
             plan = config.plan(layer, query, key, key, layout, layout)
             want = kind(block=16).plan(query, key, layout, layout)
             assert plan is not None and torch.equal(plan.to_mask(), want.to_mask())
-    assert counter.frame_count == (compiles is None)
-    torch._dynamo.reset()
+    assert counter.frame_count == (asked is None)
 
 
 def test_only_patterns_are_registered_to_be_compiled() -> None:
@@ -325,12 +335,11 @@ def test_only_patterns_are_registered_to_be_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_what_runs_compiled_on_a_gpu_gives_its_results_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_compiled_on_a_gpu_gives_its_results_by_inductor(
+    compiles: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Acceptance bit for bit; a choice of blocks the same blocks. One graph each."""
-    counter, whole = CompileCounterWithBackend("inductor"), torch.compile
-    monkeypatch.setenv(replay.COMPILE, "always")
-    monkeypatch.setattr(torch, "compile", lambda plain, **how: whole(plain, backend=counter, **how))
-    torch._dynamo.reset()
+    compiles(counter := CompileCounterWithBackend("inductor"))
     p, q = torch.randn(2, 5, 999).softmax(-1)
     given = q[:4].multinomial(1)[:, 0], p, q[:4], torch.rand(4)
     for got, want in zip(replay.Compiled(judge, 1.0)(0, 0.0, *given), judge(*given), strict=True):
@@ -346,4 +355,3 @@ def test_what_runs_compiled_on_a_gpu_gives_its_results_by_inductor(monkeypatch: 
         monkeypatch.setenv(replay.COMPILE, "always")
         assert plan is not None and want is not None and torch.equal(plan.to_mask(), want.to_mask())
     assert counter.frame_count == 2
-    torch._dynamo.reset()

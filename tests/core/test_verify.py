@@ -13,6 +13,7 @@ from torch import Tensor
 from mmaccel.core.decoding.draft import Proposal, accept, draw, judge, resize
 from mmaccel.core.errors import DraftError
 from tests.core.toy import count_triples, g_test
+from tests.products import product
 
 V = 4
 RUNS = 200_000
@@ -94,8 +95,7 @@ def first_three(
 SHAPES = {"hot": heat(1.3), "cold": heat(0.7), "plain": heat(1.0), "nucleus": nucleus(0.8)}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["drawn", "greedy", "foreign"])
+@pytest.mark.parametrize(("shape", "kind"), product(SHAPES, ["drawn", "greedy", "foreign"]))
 def test_three_tokens_have_the_targets_joint_distribution(shape: str, kind: str) -> None:
     pair = Pair(SHAPES[shape])
     assert g_test(count_triples(first_three(pair, kind), V), pair.joint()) > SURE

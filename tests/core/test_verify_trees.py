@@ -17,8 +17,9 @@ from tests.core.test_verify import SHAPES, SURE, Pair, V
 from tests.core.toy import g_test
 
 
-def test_judges_compile_without_a_graph_break() -> None:
-    """By inductor: a chain with and without probabilities, greedy too, and a tree, in one graph."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_judges_compile_without_a_graph_break(backend: str) -> None:
+    """A chain with and without probabilities, greedy too, and a tree, in one graph."""
     torch._dynamo.reset()
     g = torch.Generator().manual_seed(0)
     p, q = (torch.softmax(torch.randn(5, n, V, generator=g), -1) for n in (3, 2))
@@ -29,7 +30,7 @@ def test_judges_compile_without_a_graph_break() -> None:
         tree = judge_tree(distinct(tokens, parents), parents, sees, best)
         return *judge(ids, p, q, u), *judge(ids, p, None, u), tree
 
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(judged, fullgraph=True, backend=counter)
     for _ in range(20):
         ids, u = torch.randint(0, V, (5, 2), generator=g), torch.rand(5, 2, generator=g)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,8 @@ import torch
 from mmaccel.backends import reference
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill import attention
-from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.prefill.sparse import kernel_for, window_plan
-from mmaccel.core.recipe import Recipe
+from tests.core.test_attention import stream_pass
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -38,18 +38,8 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
     assert plan.count_listed_pairs()[0, 0] <= seen.sum() + rows * 4 * 128
 
 
-def stream_pass(state: Any, kernel: Any = None) -> ForwardPass:
-    return ForwardPass(AttentionConfig(Recipe(), "auto", kernel), state=state, prefill=False, stream=True)
-
-
-class Shown:
-    """A memory that shows one view."""
-
-    def __init__(self, view: KVView) -> None:
-        self.shown = view
-
-    def view(self, layer: int, query: torch.Tensor) -> KVView:
-        return self.shown
+def shown(view: KVView) -> Any:
+    return SimpleNamespace(view=lambda *_: view)
 
 
 @pytest.mark.parametrize(("rows", "keys", "sinks", "window"), SHAPES, ids=str)
@@ -59,7 +49,7 @@ def test_a_kernel_gives_what_the_dense_operator_gives(rows: int, keys: int, sink
         torch.randn(1, heads, n, 16, generator=g, dtype=torch.float64)
         for heads, n in ((4, rows), (2, keys), (2, keys))
     )
-    state: Any = Shown(KVView(key, value, sinks=sinks, window=window))
+    state = shown(KVView(key, value, sinks=sinks, window=window))
     expected = stream_pass(state).attend(0, query, key, value, 0.25)
     calls: list[int] = []
 
@@ -73,8 +63,7 @@ def test_a_kernel_gives_what_the_dense_operator_gives(rows: int, keys: int, sink
     # Few rows, and no window, are the dense operator's.
     calls.clear()
     stream_pass(state, kernel).attend(0, query[:, :, -30:], key, value, 0.25)
-    open_view: Any = Shown(KVView(key, value))
-    stream_pass(open_view, kernel).attend(0, query, key, value, 0.25)
+    stream_pass(shown(KVView(key, value)), kernel).attend(0, query, key, value, 0.25)
     assert not calls and attention.MIN_ROWS > 30
 
 
@@ -87,12 +76,11 @@ def test_on_a_device_it_is_as_exact_as_masks() -> None:
         torch.randn(1, heads, n, 128, generator=g, device="cuda", dtype=torch.bfloat16)
         for heads, n in ((14, rows), (2, keys), (2, keys))
     )
-    state: Any = Shown(KVView(key, value, sinks=sinks, window=window))
+    state = shown(KVView(key, value, sinks=sinks, window=window))
     kernel = kernel_for(query.device, query.dtype)
     assert kernel is not None
     found, masks = (stream_pass(state, how).attend(0, query, key, value, 128**-0.5) for how in (kernel, None))
     one = KVView(key[:, :1].double(), value[:, :1].double(), sinks=sinks, window=window)
-    wide: Any = Shown(one)
-    exact = stream_pass(wide).attend(0, query[:, :7].double(), key[:, :1], value[:, :1], 128**-0.5)
+    exact = stream_pass(shown(one)).attend(0, query[:, :7].double(), key[:, :1], value[:, :1], 128**-0.5)
     errors = [(out[:, :7].double() - exact).norm() for out in (found, masks)]
     assert errors[0] <= 1.5 * errors[1]

@@ -114,7 +114,7 @@ def test_one_watch_serves_what_matters_at_a_question_alone() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["tiny-ov", "random-qwen"])
+@pytest.mark.parametrize("name", [pytest.param("tiny-ov", marks=pytest.mark.slow), "random-qwen"])
 def test_a_watch_for_all_budgets_answers_as_one_for_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = pair(name)
     names = ["rekv", {"name": "mosaic", "index": {"name": "clusters", "init": 8}}, "recent", "no_cache"]

@@ -20,6 +20,8 @@ from typing import Any
 from mmaccel.core.errors import MmaccelError
 
 CASES = 200
+FEW = 60
+"""Cases that are tried in this process; as many as `CASES` in processes of their own."""
 SECONDS = 5.0
 """Longest a case may take."""
 BYTES = 1 << 30
@@ -82,7 +84,7 @@ def verdict(case: Case) -> tuple[str | None, bool]:
     return wrong, answered
 
 
-def try_here(cases: Callable[[random.Random], Case], count: int = CASES, first: int = 0) -> float:
+def try_here(cases: Callable[[random.Random], Case], count: int = FEW, first: int = 0) -> float:
     """Try `count` cases in this process; the share that gave an answer."""
     wrong, answers = [], 0
     for seed in range(first, first + count):

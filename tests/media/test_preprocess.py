@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -70,7 +70,6 @@ def test_bytes_off_the_cpu_round_to_the_same_levels() -> None:
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([28, 32, 14]))
-@settings(max_examples=200, deadline=None)
 def test_smart_resize_keeps_its_promises(height: int, width: int, factor: int) -> None:
     least, most = 128 * factor**2, 768 * factor**2
     if max(height, width) > 200 * min(height, width):
@@ -230,7 +229,6 @@ def test_parts_of_the_recipe_can_be_left_out() -> None:
 
 
 @given(st.integers(1, 900), st.integers(1, 900), st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
 def test_anyres_tokens_are_those_of_the_unpadded_features(height: int, width: int, most: int) -> None:
     """The count against the unpadding done on a real grid of features."""
     side = 4

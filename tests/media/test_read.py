@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import textwrap
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,37 +27,6 @@ def test_every_frame_in_order_with_its_time(film: Film, name: str) -> None:
     torch.testing.assert_close(video.times, torch.arange(30).double() / 10, rtol=0, atol=1e-9)
     assert (video.fps, video.source_fps, len(video)) == (10.0, 10.0, 30)
     assert video.duration == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize("name", ["film.mp4", "film.mkv", "film.ts"])
-def test_fps_takes_every_nth_frame_of_a_constant_rate(film: Film, name: str) -> None:
-    video = media.read(film(name), fps=2)
-    assert numbers(video.frames) == list(range(0, 60, 5))
-    assert video.fps == 2.0
-
-
-@pytest.mark.parametrize("name", ["vfr.mp4", "vfr.mkv"])
-def test_fps_of_a_variable_rate_takes_the_nearest_that_comes_within_half_a_tick(
-    film: Film, name: str
-) -> None:
-    rng = np.random.default_rng(7)
-    times = np.round(np.cumsum(rng.choice([0.008, 0.033, 0.1, 0.4, 1.3], 80)), 3)
-    times -= times[0]
-    path = film(name, 80, times=times.tolist())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        video = media.read(path, fps=4)
-        assert numbers(media.read(path).frames) == list(range(80))
-        middle = media.read(path, start=times[20], stop=times[50])
-    assert numbers(middle.frames) == list(range(20, 50))
-    np.testing.assert_allclose(middle.times.numpy(), times[20:50], atol=1e-9)
-    wanted = np.array(list(itertools.takewhile(lambda t: t <= times[-1], itertools.count(0, 0.25))))
-    away = times[None] - wanted[:, None]
-    nearest = np.where(away > 0.126, np.inf, np.abs(away)).argmin(1)
-    assert (nearest != np.abs(away).argmin(1)).any(), "there are still moments"
-    assert numbers(video.frames)[: len(wanted)] == nearest.tolist()
-    np.testing.assert_allclose(video.times.numpy()[: len(wanted)], times[nearest], atol=1e-9)
-    assert not np.allclose(np.diff(times[nearest]), 0.25, atol=0.05)
 
 
 def test_count_equals_the_stock_loader(film: Film) -> None:
@@ -163,7 +129,7 @@ def test_progress_counts_kept_frames(film: Film) -> None:
 
 
 def test_more_than_memory_is_refused_before_decoding(film: Film, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmaccel.media.reader.free_memory", lambda: 1_000_000)
+    monkeypatch.setattr("mmaccel.media.reader.host_available", lambda: 1_000_000)
     monkeypatch.setattr(Source, "frames", lambda *_: pytest.fail("frames were decoded"))
     with pytest.raises(VideoError, match=r"60 frames of 128x64 .* need .* GiB .*: give fps=, frames="):
         list(media.read(film()).frames)
@@ -173,7 +139,7 @@ def test_memory_is_watched_while_the_length_is_unknown(film: Film, monkeypatch: 
     path = film("live.mkv", muxer={"live": "1"})
     seen: list[tuple[int, int | None]] = []
     monkeypatch.setattr("mmaccel.media.reader.AHEAD", 8)
-    monkeypatch.setattr("mmaccel.media.reader.free_memory", lambda: 10**9 if len(seen) < 20 else 1000)
+    monkeypatch.setattr("mmaccel.media.reader.host_available", lambda: 10**9 if len(seen) < 20 else 1000)
     with pytest.raises(VideoError, match=r"8 frames of 128x64 .* are free: give fps="):
         media.read(path, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (24, None)

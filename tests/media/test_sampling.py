@@ -8,14 +8,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.media.sampling import grid, half_tick, nearest, uniform
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
-@settings(max_examples=60, deadline=None)
 def test_uniform_starts_at_the_first_frame_and_spreads_evenly(total: int, count: int) -> None:
     if count > total:
         return
@@ -34,7 +33,6 @@ def test_grid_ends_before_stop() -> None:
     st.integers(1, 40),
     st.integers(0, 3000),
 )
-@settings(max_examples=150, deadline=None)
 def test_nearest_agrees_with_a_search_over_all(places: list[int], fps: int, tail: int) -> None:
     times = np.sort(np.array(places)) / 1000
     end = times[-1] + tail / 1000
@@ -51,7 +49,6 @@ def test_nearest_agrees_with_a_search_over_all(places: list[int], fps: int, tail
 
 
 @given(st.floats(1, 120), st.floats(0.01, 1), st.floats(0, 1), st.integers(2, 60), st.booleans())
-@settings(max_examples=200, deadline=None)
 def test_even_frames_are_taken_as_the_nearest(
     rate: float, share: float, start: float, count: int, rounded: bool
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers as T
 
-from mmaccel.models.generate import LOOPS
+from mmaccel.models.generate import LOOPS, STREAM
 from tests.models.tiny_random import IMG, PROMPTS, VID, prompt
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -20,6 +20,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "full budget": {"sparse": {"name": "a_shape", "sink": 512, "window": 512}},
     "window": {"kv": {"name": "window", "window": 512}},
     "prompt_lookup": {"draft": "prompt_lookup"},
+    "offload": {"kv": "offload"},
 }
 
 _ALWAYS = {"cache_implementation", "is_causal"}
@@ -34,8 +35,9 @@ REFUSED: dict[str, set[str]] = {
         "output_attentions",
         "output_hidden_states",
     },
+    "offload": {"cache_implementation", *LOOPS, *STREAM},
 }
-"""What each recipe refuses of `generate`, or of `forward` where `generate` has no such argument; 15 at most."""
+"""What each recipe refuses of `generate`, or of `forward` where `generate` has no such argument."""
 
 
 class Record:

@@ -29,7 +29,7 @@ FRAMES, TOKENS = 48, 5
 
 
 class Cell(NamedTuple):
-    """A choice for each axis; `own` is the pruner of the draft, `use` "generate", a "batch" of two or "session"."""
+    """A choice for each axis; `own` is the pruner of the draft, `use` "generate", a "batch" of three or "session"."""
 
     family: str
     use: str
@@ -155,7 +155,7 @@ def covering(strength: int, fine: Iterable[Cell] | None = None, seed: int = 18) 
     return chosen
 
 
-QUESTIONS = (QUESTION, "what ?")
+QUESTIONS = (QUESTION, "what ?", "what colour ?")
 """Those of a batch, of unlike lengths."""
 
 
@@ -221,7 +221,7 @@ def alone(cell: Cell) -> Said:
 
 def check_acted(cell: Cell) -> None:
     """Assert that each part of a cell acted, and that neither its draft nor its company changed a token."""
-    said, report = run(cell, (0, 1) if cell.use == "batch" else (0,))
+    said, report = run(cell, (*range(len(QUESTIONS)),) if cell.use == "batch" else (0,))
     assert all(said) and not report.notes, report.notes
     if cell.sparse != "dense":
         # What a pruner of frames leaves of a clip of streammem is four blocks, which some patterns list whole.

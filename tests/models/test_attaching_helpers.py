@@ -19,6 +19,9 @@ from mmaccel.core.errors import MmaccelWarning
 from mmaccel.models import install
 from tests import SOURCES
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.products import product
+
+pytestmark = pytest.mark.in_turn("family", 1)
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 
@@ -50,8 +53,11 @@ class Helped(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("what", ["attach", "detach"])
-@pytest.mark.parametrize("inner", ["forward", "generate"])
+@pytest.mark.parametrize(
+    ("what", "inner", "family"),
+    product(["attach", "detach"], ["forward", "generate"], sorted(BUILD), together=2),
+    indirect=["family"],
+)
 def test_a_call_that_waits_for_a_helper_and_a_change(family: Any, what: str, inner: str) -> None:
     inputs, model = family
     plain = model.generate(**inputs, **GREEDY)

@@ -15,6 +15,10 @@ from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToD
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+from tests.products import product
+from tests.spies import heard
+
+pytestmark = pytest.mark.in_turn("family", 1)
 
 KINDS = ("two videos", "text", "interleaved")
 TOKENS = 24
@@ -61,6 +65,7 @@ def strategies(model) -> dict:
             **ALWAYS, model=model, window=4, process=False, prune={"name": "attention", "retention": 0.5}
         ),
         "tree": Tree(**ALWAYS, model=model),
+        "dynamic": Tree(**ALWAYS, model=model, shape="dynamic", depth=3, width=3, nodes=8),
         "text_only": TextOnly(**ALWAYS, model=model, window=2),
         "prompt_lookup": PromptLookup(**ALWAYS),
         "sparse_to_dense": SparseToDense(**ALWAYS, window=4, retention=0.5),
@@ -71,7 +76,7 @@ STRATEGIES = list(strategies(object.__new__(torch.nn.Module)))
 
 
 @pytest.mark.numeric(by="torch")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "family"), product(STRATEGIES, sorted(BUILD)), indirect=["family"])
 def test_each_sequence_is_what_it_is_alone(family, strategy):
     """Tokens, and the rounds in which they came: nothing of one sequence gets into another."""
     name, model, other, prompts, ends = family
@@ -118,15 +123,20 @@ def test_a_measured_window_of_each_sequence(family):
 
 
 @pytest.mark.filterwarnings("ignore:prune")  # one prompt has nothing to prune
-@pytest.mark.parametrize("drafts", [True, False])
 @pytest.mark.parametrize(
-    "recipe",
-    [
-        {"chunk": 64},
-        {"kv": {"name": "window", "sinks": 4, "window": 24, "margin": 8}},
-        {"prune": {"name": "fastv", "layer": 1, "retention": 0.5}},
-        {"prune": "visionzip"},
-    ],
+    ("recipe", "drafts", "family"),
+    product(
+        [
+            {"chunk": 64},
+            {"kv": {"name": "window", "sinks": 4, "window": 24, "margin": 8}},
+            {"prune": {"name": "fastv", "layer": 1, "retention": 0.5}},
+            {"prune": "visionzip"},
+        ],
+        [True, False],
+        sorted(BUILD),
+        together=2,
+    ),
+    indirect=["family"],
 )
 def test_each_sequence_is_what_it_is_alone_under_other_recipes(family, recipe, drafts):
     """A memory that counts columns takes a padded batch too, and a pruner any: no sequence has padding in its own turn."""
@@ -151,27 +161,12 @@ def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
     name, model, other, prompts, ends = family
     options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
     plain = model.generate(**batch(name, prompts), **options)
-    steps, lay = set(), decode.SequenceSteps.lay
-
-    def seen(self, *given):
-        steps.add(self)
-        return lay(self, *given)
-
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    monkeypatch.setattr(decode.SequenceSteps, "lay", seen)
+    steps = heard(monkeypatch, decode.SequenceSteps, "lay", lambda one, *_: one)
     with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
         assert all(one["accepted"] > 0 for one in fast.report().draft["sequences"])
-    assert len(steps) == 2 * len(prompts)
-
-
-def test_no_draft_gives_the_plain_batch(family):
-    name, model, _, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
-    plain = model.generate(**batch(name, prompts), **options)
-    with mmaccel.accelerate(model, draft="off") as fast:
-        assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
-        assert fast.report().draft["sequences"] == []
+    assert len(set(steps)) == 2 * len(prompts)
 
 
 @pytest.mark.parametrize("how", ["max_length", "one token", "returned"])
@@ -258,7 +253,7 @@ def test_what_is_drawn_has_the_target_s_distribution():
         joint = torch.zeros(len(p), len(p), dtype=torch.float64)
         joint[firsts] = p[firsts, None] * law(torch.cat([ids.expand(top, -1), firsts[:, None]], 1)).double()
     draft = Sequential(**ALWAYS, model=other, window=2)
-    rows = 600
+    rows = 300
     with mmaccel.accelerate(model, draft=draft) as fast:
         torch.manual_seed(3)
         drawn = model.generate(**batch("llava", [one] * rows), max_new_tokens=3, do_sample=True, top_k=top)
@@ -305,8 +300,11 @@ def test_what_may_follow_is_asked_of_each_sequence_by_its_number(family):
         assert torch.equal(model.generate(**together, **options, prefix_allowed_tokens_fn=allowed), plain)
 
 
-@pytest.mark.parametrize("field", ["logits_processor", "stopping_criteria"])
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(
+    ("field", "sample", "family"),
+    product(["logits_processor", "stopping_criteria"], [False, True], sorted(BUILD)),
+    indirect=["family"],
+)
 def test_what_is_made_for_the_rows_of_a_batch_is_refused(family, field, sample):
     """A mask or an end for each row: every sequence by itself would get that of the first."""
     name, model, other, prompts, _ = family

@@ -17,6 +17,8 @@ from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.models.processor import Processor
 from tests.media.films import write_film
 
+pytestmark = pytest.mark.in_turn("folder", 1)
+
 Folder = Callable[[str], Path]
 ASKED = ("What colour was the star ?", "Describe the video .")
 

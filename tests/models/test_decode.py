@@ -23,9 +23,11 @@ from tests.core.toy import prompt as told
 from tests.models.tiny_random import BUILD as COMMON
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
+from tests.products import product
+from tests.spies import heard
 
 BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl")}}
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
@@ -39,25 +41,20 @@ def runner(model, rows=(1,)):
     return HFRunner(model, adapter_for(model), DynamicCache(), rows)
 
 
-def counted(static, monkeypatch):
+def counted(monkeypatch):
     """The shapes of the steps that went through `Part`."""
-    seen, forward = [], decode.Part.__call__
-
-    def noted(self, ids, *rest):
-        seen.append(tuple(ids.shape))
-        return forward(self, ids, *rest)
-
-    monkeypatch.setattr(decode.Part, "__call__", noted)
-    return seen
+    return heard(monkeypatch, decode.Part, "__call__", lambda part, ids, *_: tuple(ids.shape))
 
 
-@pytest.mark.parametrize("kind", ["text", "interleaved", "long"])
+@pytest.mark.parametrize(
+    ("family", "kind"), product(sorted(BUILD), ["text", "interleaved", "long"]), indirect=["family"]
+)
 @torch.no_grad()
 def test_steps_are_the_model_s_own(family, kind, monkeypatch):
     name, model = family
     inputs = prompt(name, PROMPTS[kind])
     plain, static = adapter_for(model).runner(model), runner(model, rows=(1, 4))
-    seen = counted(static, monkeypatch)
+    seen = counted(monkeypatch)
     assert torch.equal(plain.prefill(inputs), static.prefill(inputs))
     for ids in ([[7]], [[9, 3, 4]], [[5, 5, 5, 5]], [[11]]):
         ids = torch.tensor(ids)
@@ -89,8 +86,11 @@ def test_norms_are_part_of_what_is_about_them(family):
         assert torch.allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("kept", [None, torch.arange(3, 20)], ids=["whole", "kept"])
-@pytest.mark.parametrize("open_runner", [lambda m: adapter_for(m).runner(m), runner], ids=["model", "static"])
+@pytest.mark.parametrize(
+    ("family", "kept", "open_runner"),
+    product(sorted(BUILD), [None, torch.arange(3, 20)], [lambda m: adapter_for(m).runner(m), runner]),
+    indirect=["family"],
+)
 def test_a_runner_keeps_no_graph(family, open_runner, kept):
     """Nor does its cache, whose tensors would hold every layer's activations; the caller has not switched gradients off."""
     name, model = family
@@ -161,7 +161,7 @@ def test_room_grows(family, monkeypatch):
     assert len(set(laid)) > 1 and laid == sorted(laid)
 
 
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("family", "drafted"), product(sorted(BUILD), [False, True]), indirect=["family"])
 def test_the_loop_over_it_gives_the_plain_tokens(family, drafted):
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
@@ -178,7 +178,9 @@ def test_the_loop_over_it_gives_the_plain_tokens(family, drafted):
     assert torch.equal(ids, want)
 
 
-@pytest.mark.parametrize("strategy", ["off", "sequential", "tree"])
+@pytest.mark.parametrize(
+    ("family", "strategy"), product(sorted(BUILD), ["off", "sequential", "tree"]), indirect=["family"]
+)
 def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
     """Target and draft of an accelerated model, its own memory; the cache it leaves can be taken up by plain steps."""
     name, model = family
@@ -191,7 +193,7 @@ def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
         want.sequences, attention_mask=longer, past_key_values=want.past_key_values, **more
     )
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    seen = counted(None, monkeypatch)
+    seen = counted(monkeypatch)
     peer = BUILD[name](seed=1)
     draft = {"off": Off(), "sequential": Sequential(model=peer, window=3), "tree": Tree(model=peer)}[strategy]
     with mmaccel.accelerate(model, draft=draft) as fast:
@@ -234,7 +236,7 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
     more = inputs if adapter_for(model).mixes else prompt(name, PROMPTS["text"])
     beams = model.generate(**more, max_new_tokens=5, num_beams=2, do_sample=False)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    seen = counted(None, monkeypatch)
+    seen = counted(monkeypatch)
     with mmaccel.accelerate(model) as fast:
         assert torch.equal(sampled(fast, second := Streamer()), want)
         assert first.heard == second.heard and second.ended

@@ -26,6 +26,8 @@ from mmaccel.policies.kv.no_cache import _Frames
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 TIGHT = every_stream(frames=6, window=8)
 ALL = every_stream()
 TOKENS = 14
@@ -209,15 +211,6 @@ def test_what_does_not_act_is_told() -> None:
     with pytest.raises(RecipeError, match="set compact to False"):
         given: Any = {"name": "uniform", "compact": True}
         open_session("random-qwen", "mosaic", draft=Sequential(model=model, prune=given))
-
-
-def test_a_pruner_of_the_target_and_one_of_its_draft() -> None:
-    model = pair("random-qwen")[0]
-    target = {"name": "fastv", "layer": 1, "retention": 0.3}
-    draft = Sequential(model=model, window=3, prune="attention")  # type: ignore[arg-type]
-    answer, counts = asked(TIGHT["mosaic"], draft, prune=target)
-    assert answer.ids == asked(TIGHT["mosaic"], "off", prune=target)[0].ids
-    assert 0 < counts["visual from layer 0"] < counts["visual"]
 
 
 def cheap(name: str, **frames: int) -> Sequential:

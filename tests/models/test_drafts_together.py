@@ -18,6 +18,8 @@ from mmaccel.core.decoding.load import Load
 from mmaccel.models.together import StepsTogether, sharing
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
+from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.numeric(by="torch")
 KIND = "qwen"
@@ -103,20 +105,21 @@ def answers(
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """How many rows each sequence has, of each step that is shared."""
-    seen = list[tuple[int, ...]]()
-    call = StepsTogether.__call__
+    return heard(
+        monkeypatch, StepsTogether, "__call__", lambda self, runners, ids: tuple(one.shape[1] for one in ids)
+    )
 
-    def noted(self: StepsTogether, runners: Any, ids: Any) -> Any:
-        seen.append(tuple(one.shape[1] for one in ids))
-        return call(self, runners, ids)
 
-    monkeypatch.setattr(StepsTogether, "__call__", noted)
-    return seen
+@pytest.fixture(scope="module")
+def plain(models: tuple[Any, Any]) -> list[torch.Tensor]:
+    """What the plain model says to each of `CALLS`."""
+    given = [(prompt(KIND, PROMPTS[kind], n), 30 + 5 * n, how) for n, (kind, how) in enumerate(CALLS)]
+    return [models[0].generate(**inputs, max_new_tokens=most, **how) for inputs, most, how in given]
 
 
 @pytest.mark.parametrize("name", drafts(None))
 def test_each_says_what_it_says_alone(
-    name: str, models: tuple[Any, Any], rows: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    name: str, models: tuple[Any, Any], plain: list[torch.Tensor], rows: list[tuple[int, ...]]
 ) -> None:
     """Greedy ones are the plain model's whatever the load lets drafts propose; sampled ones draw their own numbers."""
     model, draft = models
@@ -127,11 +130,7 @@ def test_each_says_what_it_says_alone(
     together, reports = answers(model, [recipe], batch)
     for number, (kind, how) in enumerate(CALLS):
         assert torch.equal(together[number], alone[number]), (kind, how)
-        if not how["do_sample"]:
-            plain = model.generate(
-                **prompt(KIND, PROMPTS[kind], number), max_new_tokens=30 + 5 * number, **how
-            )
-            assert torch.equal(plain, together[number])
+        assert how["do_sample"] or torch.equal(plain[number], together[number])
     assert max(sizes) == len(CALLS) and len(batch) == 0
     assert any(len(set(one)) > 1 for one in rows), "targets judge ragged rows in one step"
     if name != "prompt_lookup":  # random words repeat nothing
@@ -366,9 +365,9 @@ def rounds(load: Load, seconds: Callable[[int, int], float], count: int, keep: f
     return said / taken
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize("keep", [0.3, 0.8])
-@pytest.mark.parametrize("row_s", [0.0, 1e-4, 1e-3])
+@pytest.mark.parametrize(
+    ("count", "keep", "row_s"), product([1, 2, 4, 8, 16, 32], [0.3, 0.8], [0.0, 1e-4, 1e-3])
+)
 def test_the_load_decides_what_is_drafted(count: int, keep: float, row_s: float) -> None:
     """Whatever rows and draft steps cost: never slower than plain rounds by 2%, and close to the best window."""
 

@@ -13,6 +13,9 @@ from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import QUESTION, every_stream, film, open_session, pair
 from tests.products import product
+from tests.spies import heard
+
+pytestmark = pytest.mark.in_turn("kv", 4)
 
 FIELDS = {
     "mosaic": {"frames": 16, "window": 16},
@@ -77,14 +80,7 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
 
 def test_units_are_weighed_for_the_last_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of a long question by every unit of a long stream is gigabytes."""
-    asked: list[int] = []
-    plain = ArchivedMemory._units_of
-
-    def noted(memory: ArchivedMemory, layer: int, shares: torch.Tensor) -> torch.Tensor:
-        asked.append(len(shares))
-        return plain(memory, layer, shares)
-
-    monkeypatch.setattr(ArchivedMemory, "_units_of", noted)
+    asked = heard(monkeypatch, ArchivedMemory, "_units_of", lambda memory, layer, shares: len(shares))
     with open_session("random-ov", WHOLE["mosaic"]) as session:
         session.watch(film(9), fps=1.0)
         session.ask(QUESTION, 1)

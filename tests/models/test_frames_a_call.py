@@ -13,6 +13,8 @@ import mmaccel
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 TIGHT = every_stream(frames=6, window=8)
 NAMES = sorted(TIGHT)
 HOW = ("host_", "fetch_", "prefetch_", "bytes", "index_bytes", "summary_bytes")
@@ -57,8 +59,9 @@ def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kv", "name"), product(NAMES, ["random-ov", "random-qwen"]))
 def test_one_frame_a_call_keeps_what_sixteen_do(name: str, kv: str) -> None:
+    """In passes of another size, too."""
     frames = stills()
-    with open_session(name, fields(kv)) as one, open_session(name, fields(kv)) as many:
+    with open_session(name, fields(kv), chunk=64) as one, open_session(name, fields(kv)) as many:
         watched(one, frames, 1), watched(many, frames, 16)
         assert kept(one) == kept(many)
         assert (logits(one) - logits(many)).abs().max() <= 1e-4

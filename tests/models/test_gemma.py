@@ -20,11 +20,12 @@ from mmaccel.core.prefill.masked import Images
 from mmaccel.models import gemma, sliding
 from mmaccel.models.runner import HFRunner, unpadded
 from tests.models.tiny_random import batch, prompt, sampler
+from tests.products import product
 
 KINDS = ("gemma3", "gemma4")
 PIECES = [("text", 6), ("video", 24), ("text", 3), ("image",), ("text", 9)]
 SPARSE = {"name": "a_shape", "block": 16, "sink": 16, "window": 32}
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("built", 1)]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -51,8 +52,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("fault", "kind"), product(FAULTS, KINDS))
 def test_a_fault_is_found(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, said = FAULTS[fault]
     monkeypatch.setattr(where, name, wrong)
@@ -169,7 +169,9 @@ def test_a_session_refuses_it_too() -> None:
         mmaccel.VideoSession(model, made.processor(model.config), None, kv="full", draft=draft)
 
 
-@pytest.mark.parametrize("pieces", [[("image",)], [("video", 4)]])
+@pytest.mark.parametrize(
+    ("pieces", "built"), product([[("image",)], [("video", 4)]], KINDS), indirect=["built"]
+)
 def test_drafts_in_batches_and_behind_padding(built: Any, pieces: Any) -> None:
     """Images of one kind alone, and padding behind a prompt, go with the tokens that they are of."""
     kind, model = built

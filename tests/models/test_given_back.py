@@ -15,6 +15,8 @@ from mmaccel.models.attention import KVCache
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, prompt
 
+pytestmark = pytest.mark.in_turn("name", 4)
+
 TIGHT = every_stream(frames=4, window=6)
 
 

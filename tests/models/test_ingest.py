@@ -18,7 +18,7 @@ from tests.products import product
 
 EQUAL = 1e-5
 FRAMES = 22
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 ARCHIVED: dict[str, Any] = {"frames": 64, "window": 6, "local": 3, "positions": "original"}
 ROOMY: dict[str, dict[str, Any]] = {
     # Windows are small: what is encoded under them alone is another.
@@ -51,15 +51,6 @@ def test_with_room_for_all_an_ingested_film_is_the_plain_model_s(
         assert (logits(session) - logits(whole)).abs().max() <= EQUAL
         assert session.ask(QUESTION, 4).text == whole.ask(QUESTION, 4).text == said(name, FRAMES, 4)
         assert (logits(session) - plain(name, FRAMES)).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
-def test_under_the_window_alone_it_would_be_another(name: str, kv: str) -> None:
-    with open_session(name, "full") as whole, open_session(name, ROOMY[kv]) as session:
-        for one in (whole, session):
-            one.watch(film(FRAMES), fps=FPS)
-        assert (logits(session) - logits(whole)).abs().max() > 100 * EQUAL
 
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic retrieving"])

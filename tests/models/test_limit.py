@@ -17,6 +17,8 @@ from mmaccel.policies.draft import Off, Parallel, PromptLookup, Sequential, Spar
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 ROOM = 13
 STRATEGIES: dict[str, Any] = {
     "off": lambda model: Off(),
@@ -53,7 +55,9 @@ def said(fast: Any, inputs: dict[str, torch.Tensor], tokens: int) -> list[int]:
     return new
 
 
-@pytest.mark.parametrize(("strategy", "kind"), product(STRATEGIES, ["video", "text"]))
+@pytest.mark.parametrize(
+    ("strategy", "kind", "family"), product(STRATEGIES, ["video", "text"], sorted(BUILD)), indirect=["family"]
+)
 def test_the_answer_ends_with_the_positions(
     family: tuple[str, Any, Any], strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +80,7 @@ def test_the_answer_ends_with_the_positions(
             assert said(fast, inputs, ROOM) == want[:ROOM].tolist()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "family"), product(STRATEGIES, sorted(BUILD)), indirect=["family"])
 def test_a_prompt_that_leaves_nothing_is_refused(
     family: tuple[str, Any, Any], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,14 +131,3 @@ def test_settings_are_those_of_generate() -> None:
         word = session._stream_adapter.decode(torch.tensor(plain.ids[3:4])).strip()
         stopped = session.ask(QUESTION, 12, stop_strings=[word])
         assert stopped.finish_reason == "stop" and len(stopped.ids) <= 4 and word in stopped.text
-
-
-def test_a_draft_leaves_drawn_tokens_as_they_are_distributed() -> None:
-    """Of one allowed token at a time a draft changes nothing."""
-    said = {}
-    for draft in ("off", "prompt_lookup"):
-        with open_session("random-ov", TIGHT["rekv"], draft=draft) as session:
-            session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
-            session.watch(film(6), fps=FPS)
-            said[draft] = session.ask(QUESTION, 20, repetition_penalty=1.3).ids
-    assert said["off"] == said["prompt_lookup"]

@@ -16,7 +16,9 @@ import mmaccel
 from tests.models import test_stream_families
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session
 
-BEFORE, MEANWHILE, TOKENS = 14, 24, 80
+pytestmark = pytest.mark.in_turn("kv", 4)
+
+BEFORE, MEANWHILE, TOKENS = 14, 12, 40
 HYBRID = "qwen3_5"
 """A model some of whose layers carry states."""
 LONG = " ".join([QUESTION] * 12)
@@ -33,7 +35,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
         "cache": 4,
     },
     "offload disk": {"name": "offload", "host_bytes": 4096, "spill": "disk"},
-    "drop_oldest": {"name": "rekv", "window": 6, "frames": 4, "host_bytes": 1 << 20, "spill": "drop_oldest"},
+    "drop_oldest": {"name": "rekv", "window": 6, "frames": 4, "host_bytes": 1 << 19, "spill": "drop_oldest"},
 }
 
 

@@ -12,6 +12,8 @@ from mmaccel.core.streams.asking import asked
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 KEEPERS = {
     **{
         name: fields

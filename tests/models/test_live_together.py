@@ -15,12 +15,15 @@ from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.models import step
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
+from tests.products import product
+
+pytestmark = pytest.mark.in_turn("kv", 4)
 
 MEMORIES: dict[str, Any] = {
     **every_stream(frames=4, window=6),
     "mosaic": {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2},
 }
-SESSIONS, TOKENS = 3, 40
+SESSIONS, TOKENS = 3, 20
 
 
 def told(answer: Any) -> tuple[Any, ...]:
@@ -66,9 +69,9 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
     return of
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("kv", MEMORIES, ids=str)
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize(
+    ("name", "kv", "captured"), product(["random-ov", "random-qwen"], MEMORIES, [False, True])
+)
 def test_answers_are_those_of_each_alone(
     name: str, kv: str, captured: bool, sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

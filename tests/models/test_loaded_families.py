@@ -1,5 +1,4 @@
-"""Families as people load them, in calls: layers on a disk, adapters, compiled, in a pipeline (streams, and one that is
-compiled in the fast tests: test_loading)."""
+"""Families as people load them, in calls: layers on a disk, adapters, compiled, in a pipeline (streams: test_loading)."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tests.models.test_loading import QUANTIZED, quantized
 from tests.models.tiny_random import prompt, sampler
 
 T = pytest.importorskip("transformers")
-KINDS = ("gemma3", "gemma4", "internvl", "qwen3_5", "qwen3_vl")
+KINDS = ("gemma3", "gemma4", "internvl", "llava_onevision", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 SPARSE = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
 TOLD: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 
@@ -61,6 +60,7 @@ def test_layers_on_a_disk(kind: str, folder: Path) -> None:
     around = [one for one, _ in plain.named_modules() if one.count(".") == 1 and one != name]
     on: dict[str, str] = {"lm_head": "cpu", **dict.fromkeys(around, "cpu")}
     on |= {f"{name}.{one}": "cpu" for one, _ in text.named_children() if one != "layers"}
+    on |= {f"model.{one}": "cpu" for one, _ in plain.model.named_parameters(recurse=False)}
     on |= {f"{name}.layers.{n}": "disk" if n == last else "cpu" for n in range(last + 1)}
     model = mmaccel.load_model(folder, torch.float32, device_map=on)
     assert any(weight.is_meta for weight in model.parameters()), "nothing is on the disk"

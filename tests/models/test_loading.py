@@ -17,6 +17,8 @@ from mmaccel.core.errors import ModelError
 from mmaccel.models import step
 from tests.models.streams import QUESTION, film
 
+pytestmark = pytest.mark.in_turn("folder", 1)
+
 T = pytest.importorskip("transformers")
 SPARSE = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
 STOCK = pytest.mark.skipif(find_spec("torchvision") is None, reason="Qwen3-VL's processor needs torchvision")
@@ -94,41 +96,6 @@ def test_another_type_is_refused_before_weights_are_read(
         mmaccel.load_model(tmp_path)
 
 
-def test_layers_on_a_disk(folder: Path) -> None:
-    pytest.importorskip("accelerate")
-    plain, _ = calls(mmaccel.load_model(folder, torch.float32), folder)
-    last = mmaccel.load_model(folder).config.text_config.num_hidden_layers - 1
-    parts = {"model.visual": "cpu"}
-    if "ov" in folder.name:
-        parts = {f"model.{one}": "cpu" for one in ("vision_tower", "multi_modal_projector", "image_newline")}
-    text = "model.language_model"
-    on = {
-        **parts,
-        f"{text}.embed_tokens": "cpu",
-        f"{text}.norm": "cpu",
-        f"{text}.rotary_emb": "cpu",
-        "lm_head": "cpu",
-    }
-    on |= {f"{text}.layers.{n}": "disk" if n == last else "cpu" for n in range(last + 1)}
-    model = mmaccel.load_model(folder, torch.float32, device_map=on)
-    assert any(weight.is_meta for weight in model.parameters()), "nothing is on the disk"
-    got, kept = calls(model, folder)
-    assert got == plain and kept is not None and kept < 1
-
-
-def test_an_adapter(folder: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    aims = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-    first = peft.get_peft_model(mmaccel.load_model(folder, torch.float32), peft.LoraConfig(**aims))
-    first.save_pretrained(tmp_path)
-    model = peft.PeftModel.from_pretrained(mmaccel.load_model(folder, torch.float32), tmp_path).eval()
-    got, kept = calls(model, folder)
-    assert kept is not None and kept < 1
-    merged, _ = calls(model.merge_and_unload(), folder)
-    assert got == merged
-
-
 QUANTIZED = ("torchao", "bitsandbytes")
 
 
@@ -159,16 +126,6 @@ def test_quantized_weights(folder: Path, how: str) -> None:
     assert kept is not None and kept < 1
     family: Any = adapter_for(model)
     assert not step.known(family.layers(model), "silu", family), "a step would read the weights as they lie"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", NAMES[:2], indirect=True)
-def test_a_compiled_model(folder: Path) -> None:
-    model = mmaccel.load_model(folder, torch.float32)
-    plain, _ = calls(model, folder)
-    model.forward = torch.compile(model.forward, backend="eager")
-    got, kept = calls(model, folder)
-    assert got == plain and kept is not None and kept < 1
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="a pipeline's processor needs torchvision")

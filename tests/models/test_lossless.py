@@ -15,6 +15,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.products import product
 
 PIECES = {**PROMPTS, "long": [("text", 4), ("video", 25), ("text", 6)]}
 PRUNERS = [None, *sorted(name for name, cls in registry("prune").items() if cls.stage == "draft")]
@@ -59,11 +60,14 @@ def taken(strategy: str, prune: str | None, kv: object) -> bool:
     return True
 
 
-CASES = [
-    (strategy, prune, memory)
-    for strategy, prune, memory in itertools.product(STRATEGIES, PRUNERS, MEMORIES)
-    if taken(strategy, prune, MEMORIES[memory])
-]
+CASES = product(
+    STRATEGIES,
+    PRUNERS,
+    MEMORIES,
+    sorted(BUILD),
+    together=2,
+    where=lambda strategy, prune, memory, _: taken(strategy, prune, MEMORIES[memory]),
+)
 
 
 def test_no_combination_is_left_out_unseen():
@@ -71,11 +75,11 @@ def test_no_combination_is_left_out_unseen():
     pruned = {"parallel", "sequential", "tree", "dynamic tree"}
     want = set(itertools.product(pruned, PRUNERS, MEMORIES))
     want |= {(strategy, None, memory) for strategy in ("text_only", "prompt_lookup") for memory in MEMORIES}
-    assert set(CASES) == want | {("sparse_to_dense", None, "full")}
+    assert {case.values[:3] for case in CASES} == want | {("sparse_to_dense", None, "full")}
     assert {name.replace("dynamic ", "") for name in STRATEGIES} | {"off"} == set(registry("draft"))
 
 
-@pytest.mark.parametrize(("strategy", "prune", "memory"), CASES)
+@pytest.mark.parametrize(("strategy", "prune", "memory", "pair"), CASES, indirect=["pair"])
 @settings(max_examples=2)
 @given(
     kind=st.sampled_from(sorted(PIECES)),
@@ -105,8 +109,9 @@ def test_greedy_tokens_are_those_of_the_target_alone(
     assert tokens < 6 or strategy == "prompt_lookup" or told["proposed"] > 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("room", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("strategy", "room", "pair"), product(STRATEGIES, [1, 2, 9], sorted(BUILD)), indirect=["pair"]
+)
 def test_up_to_the_model_s_last_position(pair, strategy, room):
     """A prompt that leaves `room` positions: the answer fills them, and no draft asks for one beyond."""
     name, target, draft = pair

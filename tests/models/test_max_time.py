@@ -14,6 +14,8 @@ from mmaccel.policies.draft import PromptLookup, Sequential
 
 from .tiny_random import BUILD, PROMPTS, batch, prompt
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 
 class Clock:
     """Passes a second at each forward pass of a model's text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from mmaccel_lab.tiny.configs import SPECS, build_model
 from mmaccel_lab.tiny.package import processor_files
 from mmaccel_lab.tiny.tokenizer import PLACEHOLDERS, build_tokenizer
 from tests.media.films import write_film
+
+pytestmark = pytest.mark.in_turn("family", 1)
 
 T = pytest.importorskip("transformers")
 
@@ -65,71 +66,6 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert set(one) == set(other)
     for name, value in one.items():
         assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
-
-
-def video_tokens(family: str, frames: int) -> int:
-    if family == "qwen2_5_vl":
-        return frames * (84 // 28) * (140 // 28)
-    return frames * math.ceil(112 // 14 / 2) ** 2 + 1
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_ids_are_those_of_the_written_out_text(processor: Processor, family: str, side: str) -> None:
-    mark = PLACEHOLDERS[family]["video"]
-    texts = [f"{mark}What colour?", f"Red. {mark} the star {mark} was the colour of what?"]
-    videos = [noise(2, 3, 84, 140, seed=seed) for seed in range(3)]
-    inputs = processor(texts, videos=videos, padding_side=side)
-    tokenizer, token = processor.tokenizer, processor.video_token
-    written = [text.replace(token, token * video_tokens(family, 2)) for text in texts]
-    wanted = tokenizer(written, padding=True, padding_side=side, return_tensors="pt")
-    assert torch.equal(inputs["input_ids"], wanted["input_ids"])
-    assert torch.equal(inputs["attention_mask"], wanted["attention_mask"])
-    if family == "qwen2_5_vl":
-        assert torch.equal(
-            inputs["mm_token_type_ids"], 2 * (wanted["input_ids"] == processor.video_token_id).long()
-        )
-    else:
-        assert "mm_token_type_ids" not in inputs
-
-
-@pytest.mark.parametrize("kind", ["video", "image", "both", "batch", "images of one text"])
-def test_the_model_takes_the_inputs(processor: Processor, family: str, kind: str) -> None:
-    """The models compare placeholders with features themselves, and raise when the numbers differ."""
-    video, image = PLACEHOLDERS[family]["video"], PLACEHOLDERS[family]["image"]
-    calls: dict[str, dict[str, Any]] = {
-        "video": {"text": f"{video}what", "videos": noise(3, 3, 96, 160), "fps": 2.0},
-        "image": {"text": f"{image}what", "images": noise(3, 100, 260)},
-        "both": {"text": f"{image}what{video}", "images": noise(3, 300, 90), "videos": noise(2, 3, 60, 90)},
-        "batch": {
-            "text": [f"{video}what", f"the red star was {video}"],
-            "videos": [noise(2, 3, 84, 140)] * 2,
-        },
-        "images of one text": {"text": f"{image}{image}", "images": [[noise(3, 60, 90), noise(3, 90, 60)]]},
-    }
-    inputs = processor(**calls[kind])
-    with torch.no_grad():
-        logits = model_of(family)(**inputs).logits
-    assert logits.shape[:2] == inputs["input_ids"].shape and logits.isfinite().all()
-
-
-def test_pixels_are_shaped_by_the_files(processor: Processor, family: str) -> None:
-    inputs = processor(PLACEHOLDERS[family]["video"], videos=noise(3, 3, 168, 280), fps=2.0)
-    if family == "qwen2_5_vl":
-        assert inputs["video_grid_thw"].tolist() == [[3, 6, 10]]
-        assert inputs["pixel_values_videos"].shape == (3 * 6 * 10, 3 * 14 * 14)
-        assert inputs["second_per_grid_ts"].tolist() == [0.5]
-    else:
-        assert inputs["pixel_values_videos"].shape == (1, 3, 3, 112, 112)
-    low = processor(
-        PLACEHOLDERS[family]["video"], videos=noise(3, 3, 168, 280), fps=2.0, dtype=torch.bfloat16
-    )
-    assert torch.equal(low["pixel_values_videos"], inputs["pixel_values_videos"].bfloat16())
-
-
-def test_text_alone(processor: Processor) -> None:
-    inputs = processor("what colour")
-    assert inputs["input_ids"].tolist() == [processor.tokenizer("what colour")["input_ids"]]
-    assert not any(name.startswith("pixel") for name in inputs)
 
 
 def test_a_path_is_sampled_and_a_video_brings_its_rate(

@@ -1,4 +1,4 @@
-"""Every argument of `generate` on a memory of streams: as on the plain model, or refused in one sentence that names it."""
+"""Calls of `generate` on a memory of streams (each of its arguments: test_arguments)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
-from mmaccel.models.generate import LOOPS, STREAM
-from tests.models.argument_cases import GENERATE, Record
-from tests.models.test_arguments import alike, of_generate, outcome, refuses
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 
-REFUSED = {*LOOPS, *STREAM, "cache_implementation"}
 CALL = {"max_new_tokens": 5, "do_sample": False}
 
 
@@ -28,32 +24,6 @@ def models() -> Any:
     other = copy.deepcopy(plain)
     with mmaccel.accelerate(other, kv="offload"):
         yield plain, other
-
-
-@pytest.mark.parametrize("name", [name for name in GENERATE if name in of_generate()])
-@pytest.mark.filterwarnings("ignore")
-def test_generate(models: Any, name: str) -> None:
-    call: dict[str, Any] = {**prompt("llava", PROMPTS["video"]), **CALL}
-    facts = {**call, "second": int(models[0].generate(**call)[0, -4]), "another": BUILD["llava"](seed=1)}
-    made = GENERATE[name](models[0], facts) if callable(GENERATE[name]) else GENERATE[name]
-    call = {"return_dict_in_generate": True, **call, **made}
-    call = {key: value for key, value in call.items() if value is not None or key == name}
-
-    def run(one: Any) -> Any:
-        given = {key: Record() if isinstance(value, Record) else value for key, value in call.items()}
-        found = outcome(one.generate, **given)
-        if isinstance(found, dict):
-            # The memory ends with its call.
-            found = {key: value for key, value in found.items() if key != "past_key_values"}
-        return found, given["streamer"].shown if "streamer" in given else None
-
-    plain, got = map(run, models)
-    if name in REFUSED:
-        assert refuses(got[0], name), got
-    elif isinstance(plain[0], Exception):
-        assert alike(got[0], plain[0]), (got, plain)
-    else:
-        assert alike(got, plain), (got, plain)
 
 
 def test_a_forward_pass_by_itself_is_no_stream(models: Any) -> None:

@@ -13,13 +13,15 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.memory.kv import StreamPass
 from mmaccel.core.streams.stream_runner import StreamRunner
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, open_session, pair
 from tests.models.streams import logits as session_logits
 from tests.models.tiny_random import BUILD, batch
 from tests.models.tiny_random import prompt as random_prompt
 from tests.products import product
+from tests.spies import heard
+
+pytestmark = pytest.mark.in_turn("kv", 4)
 
 ROOM = {name: kv for name, kv in every_stream().items() if name not in ("full", "window")}
 TIGHT = {name: kv for name, kv in every_stream(4, 4).items() if name in ROOM}
@@ -141,14 +143,9 @@ def test_a_conversation_s_last_words_search(name: str, monkeypatch: pytest.Monke
         if field in inputs:
             given = inputs[field]
             inputs[field] = torch.cat([given, given[:, -1:].expand(-1, len(more))], 1)
-    passes: list[StreamPass] = []
-    inner = StreamRunner.run_pass
-
-    def run_pass(self: Any, state: Any, stream_pass: StreamPass, *rest: Any, **how: Any) -> Tensor:
-        passes.append(stream_pass)
-        return inner(self, state, stream_pass, *rest, **how)
-
-    monkeypatch.setattr(StreamRunner, "run_pass", run_pass)
+    passes = heard(
+        monkeypatch, StreamRunner, "run_pass", lambda self, state, stream_pass, *_, **__: stream_pass
+    )
     same(said(name, ROOM["rekv"], inputs), said(name, None, inputs))
     asked = next(one for one in passes if one.kind == "question")
     assert asked.words == (asked.rows - 3 - len(question), asked.rows - 3)

@@ -19,7 +19,7 @@ from tests.models.test_decode import counted, graphs_of
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import product
 
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 1)]
 PRUNERS: dict[str, Any] = {
     "fastv": FastV(retention=0.4),
     "fastv, numbered anew": FastV(retention=0.4, compact=True),
@@ -64,7 +64,7 @@ def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, HFRunner]:
 def test_steps_are_the_model_s_own(
     family: str, model: Any, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = counted(None, monkeypatch)
+    seen = counted(monkeypatch)
     inputs = prompt(family, PROMPTS[kind], seed=3)
     with mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
         plain, static = runners(fast, (1, 4))
@@ -94,7 +94,11 @@ def test_steps_are_the_model_s_own(
         both(3)
 
 
-@pytest.mark.parametrize("name", ["fastv, numbered anew", "pyramid_drop", "visionzip"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    product(["fastv, numbered anew", "pyramid_drop", "visionzip"], BUILD),
+    indirect=["family"],
+)
 @torch.no_grad()
 def test_trees_are_the_model_s_own(family: str, model: Any, name: str) -> None:
     inputs = prompt(family, PROMPTS["interleaved"])
@@ -117,13 +121,14 @@ def test_trees_are_the_model_s_own(family: str, model: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, drafted",
-    [
-        (name, drafted)
-        for name, pruner in PRUNERS.items()
-        for drafted in (False, True)
-        if "anew" not in name and not (drafted and pruner.glance is not None)
-    ],
+    ("name", "drafted", "family"),
+    product(
+        [name for name in PRUNERS if "anew" not in name],
+        (False, True),
+        BUILD,
+        where=lambda name, drafted, _: not (drafted and PRUNERS[name].glance is not None),
+    ),
+    indirect=["family"],
 )
 def test_a_recipe_decodes_through_it(
     family: str, model: Any, name: str, drafted: bool, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +140,7 @@ def test_a_recipe_decodes_through_it(
     with mmaccel.accelerate(model, prune=PRUNERS[name], draft=draft) as fast:
         want, before = fast.generate(**inputs, **choice), fast.report()
         monkeypatch.setattr(step, "DEVICES", ("cpu",))
-        seen = counted(None, monkeypatch)
+        seen = counted(monkeypatch)
         got, after = fast.generate(**inputs, **choice), fast.report()
         assert torch.equal(got.sequences, want.sequences)
         # Where a token chooses what later layers see, they are a step of their own.

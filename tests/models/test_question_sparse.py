@@ -8,19 +8,20 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill import attention
 from mmaccel.core.streams.asking import asked as asked_of
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
-from tests.models.test_ingest import EQUAL
-from tests.models.test_ingest_sparse import ALL, FEW
+from tests.models.test_ingest import EQUAL, ROOMY
+from tests.models.test_ingest_sparse import ALL, FEW, by_mask
 from tests.products import product
+from tests.spies import heard
 
 FRAMES = 22
 LONG = " ".join([QUESTION] * 20)
 STREAMS = every_stream(frames=6, window=8)
 HOW: dict[str, Any] = {"backend": "reference", "dense_tail": 16}
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 
 
 def watched(name: str, kv: str, frames: int = FRAMES, **how: Any) -> mmaccel.VideoSession:
@@ -28,14 +29,6 @@ def watched(name: str, kv: str, frames: int = FRAMES, **how: Any) -> mmaccel.Vid
     session = open_session(name, STREAMS[kv], **how)
     session.watch(film(frames), fps=FPS)
     return session
-
-
-def by_mask(plan: Any, query: Any, key: Any, value: Any, scale: float, backend: Any) -> Any:
-    """What a plan lists, computed as dense attention under its mask."""
-    mask, group = plan.to_mask(), query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scale
-    scores = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return scores @ value.repeat_interleave(group, 1), None
 
 
 @pytest.mark.parametrize(("kv", "name"), product(STREAMS, ["random-ov", "random-qwen"]))
@@ -50,8 +43,7 @@ def test_a_pattern_that_lists_everything_is_dense(name: str, kv: str) -> None:
     assert all("a_shape" in name.split("+") for layer in report.patterns for name in layer)
 
 
-@pytest.mark.parametrize("pattern", FEW)
-@pytest.mark.parametrize("kv", ["mosaic", "full", "streammem"])
+@pytest.mark.parametrize(("pattern", "kv"), product(FEW, ["mosaic", "full", "streammem"]))
 def test_a_pattern_that_lists_less_is_its_mask(
     pattern: str, kv: str, monkeypatch: pytest.MonkeyPatch, name: str = "random-ov"
 ) -> None:
@@ -117,14 +109,7 @@ def test_evidence_weighs_the_rows_that_saw_everything(kv: str, name: str = "rand
 def test_a_view_s_layout_names_head_summaries_units_and_the_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[TokenLayout] = []
-    over = attention.ForwardPass._over
-
-    def spy(self: attention.ForwardPass, layout: TokenLayout, rows: int) -> attention.ForwardPass:
-        seen.append(layout)
-        return over(self, layout, rows)
-
-    monkeypatch.setattr(attention.ForwardPass, "_over", spy)
+    seen = heard(monkeypatch, attention.ForwardPass, "_over", lambda self, layout, rows: layout)
     with watched("random-qwen", "mosaic", 21, sparse=ALL, **HOW) as session:
         live = session._live
         assert live is not None
@@ -148,25 +133,21 @@ def test_a_view_s_layout_names_head_summaries_units_and_the_question(
         assert (layout.frame[0, -(marks + words) :] == -1).all()
 
 
+@pytest.mark.parametrize("question", [QUESTION, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("kv", ["mosaic", "no_cache"])
-def test_a_call_plans_its_question_too(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_plans_what_it_ingests_and_a_long_question(
+    kv: str, question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, processor = pair("random-ov")
-    content = [{"type": "video", "video": film(FRAMES)}, {"type": "text", "text": LONG}]
+    content = [{"type": "video", "video": film(FRAMES)}, {"type": "text", "text": question}]
     inputs = processor.chat(content, fps=FPS)
     ids = inputs["input_ids"][0]
     behind = len(ids) - 1 - int((ids == processor.video_token_id).nonzero()[-1])
-    planned: list[int] = []
-    run = attention.attend_plan
-
-    def spy(plan: Any, *given: Any) -> Any:
-        planned.append(plan.n_query)
-        return run(plan, *given)
-
-    monkeypatch.setattr(attention, "attend_plan", spy)
-    said = []
+    planned = heard(monkeypatch, attention, "attend_plan", lambda plan, *_: plan.n_query)
+    memory, said = (STREAMS if question is LONG else ROOMY)[kv], []
     for sparse in ("dense", ALL, FEW["a_shape"]):
         planned.clear()
-        with mmaccel.accelerate(model, kv=STREAMS[kv], sparse=sparse, **HOW) as fast:
+        with mmaccel.accelerate(model, kv=memory, sparse=sparse, **HOW) as fast:
             how = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
             out = fast.generate(**inputs, **how, output_logits=True)
             said.append(torch.stack(out.logits))
@@ -174,8 +155,10 @@ def test_a_call_plans_its_question_too(kv: str, monkeypatch: pytest.MonkeyPatch)
         assert report.ttft_s is not None and report.prompt_tokens == len(ids)
         if sparse == "dense":
             assert not planned
+            assert report.kept is None
         else:
-            assert any(behind <= rows <= behind + 1 for rows in planned)  # a mark of the video may go before
+            # A mark of the video may go before.
+            assert question is QUESTION or any(behind <= rows <= behind + 1 for rows in planned)
             assert report.kept is not None and (report.kept < 1) == (sparse is not ALL)
     assert (said[0] - said[1]).abs().max() <= EQUAL
     assert (said[0][0] - said[2][0]).abs().max() > 100 * EQUAL

@@ -1,15 +1,14 @@
 """Whatever a recipe admits runs on each family, says what it did, and never falls back to dense in silence."""
 
-import copy
-
 import pytest
 import torch
 
 import mmaccel
 from mmaccel.core.registry import registry
-from mmaccel.policies.draft.sequential import Sequential
 from tests.models.tiny_random import BUILD, batch, prompt
 from tests.products import product
+
+pytestmark = pytest.mark.in_turn("family", 1)
 
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 SMALL = {
@@ -53,7 +52,7 @@ def test_every_pattern_has_a_small_budget_here():
     assert sorted(SMALL) == SPARSE
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
 def test_a_pattern_runs_and_is_reported(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -66,7 +65,7 @@ def test_a_pattern_runs_and_is_reported(family, name):
     assert 1 / 3 < report.kept < 0.9
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
 def test_kept_is_the_listed_share_of_causal_pairs(family, name, monkeypatch):
     """Counted again by hand from the plans of the run, the tail's rows and a dense layer."""
     kind, model = family
@@ -99,7 +98,7 @@ def test_kept_is_the_listed_share_of_causal_pairs(family, name, monkeypatch):
     assert kept == pytest.approx(sum(shares) / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
 def test_the_last_rows_are_those_of_dense_attention_in_the_first_layer(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -131,7 +130,7 @@ def test_padded_batches_equal_each_prompt_alone(family, name, tail):
             assert (row[-length:] - model(**single).logits[0]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
 def test_padding_behind_a_prompt_takes_none_of_its_dense_rows(family, name):
     kind, model = family
     prompts = [prompt(kind, [("text", 6), ("video", 36), ("text", n)], seed=n) for n in (110, 30)]
@@ -155,8 +154,11 @@ def test_padding_behind_a_prompt_takes_none_of_its_dense_rows(family, name):
             assert (pieces - together)[right["attention_mask"].bool()].abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in WITHIN else pytest.mark.slow) for n in SPARSE]
+)
 def test_backends_agree(family, name):
+    """Each pattern within some boundary, by default."""
     kind, model = family
     inputs = prompt(kind, PIECES)
     out = {}
@@ -165,15 +167,3 @@ def test_backends_agree(family, name):
             out[backend] = model(**inputs).logits
             assert fast.report().backend == backend
     assert (out["reference"] - out["flex"]).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
-def test_a_sparse_prefill_and_a_draft_give_the_sparse_model_s_tokens(family, name):
-    kind, model = family
-    inputs = prompt(kind, PIECES)
-    with mmaccel.accelerate(model, sparse=small(name)):
-        alone = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    draft = Sequential(model=copy.deepcopy(model), window=3)
-    with mmaccel.accelerate(model, sparse=small(name), draft=draft) as fast:
-        assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), alone)
-        assert fast.report().draft["accepted"] > 0

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.backends.measure import Costs, Line
 from mmaccel.backends.select import Store
 from mmaccel.core import costs, rates
 from mmaccel.core.errors import ModelError
@@ -20,7 +19,6 @@ from mmaccel.models.recommend import LOSSLESS, device_of, recommend, sizes_of
 from mmaccel.models.shapes import SHAPES
 from tests.models.streams import film, pair
 
-PAIRS = Costs(Line(1e-4, 1e-12), {"triton": Line(1e-4, 1e-12)})
 DEVICE = rates.DEVICES["h100"]
 SIZES = sizes_of("llava-onevision-7b")
 GB = 10**9

@@ -18,6 +18,8 @@ from mmaccel.policies.kv.store import slabs
 from tests.models.streams import CLUSTERS, FPS, QUESTION, open_session, pair
 from tests.models.streams import film as frames_of
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 COUNT, WINDOW, KEEP = 50, 6, 8.0
 ALL = 1 << 20
 KEEPERS: dict[str, dict[str, Any]] = {
@@ -259,11 +261,10 @@ def test_what_the_index_knew_of_them_is_given_back(
         assert torch.equal(first(session), before)
 
 
-@pytest.mark.parametrize("draft", ["sequential"])
-def test_the_memory_of_a_draft_lets_go_too(draft: str) -> None:
+def test_the_memory_of_a_draft_lets_go_too() -> None:
     model, processor = pair("tiny-ov")
     kv = {**KEEPERS["rekv"], "keep_seconds": KEEP}
-    fields = {"name": draft, "model": "tiny-ov-draft", "kv": kv}
+    fields = {"name": "sequential", "model": "tiny-ov-draft", "kv": kv}
     with mmaccel.VideoSession(model, processor, None, kv=kv, draft=fields) as session:
         for begin in range(0, COUNT, 10):
             session.watch(film(COUNT)[begin : begin + 10], fps=FPS)

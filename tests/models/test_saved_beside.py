@@ -18,6 +18,9 @@ from mmaccel.core.files import checkpoint_io
 from mmaccel.core.streams import saved_stream, session_io
 from tests.models.streams import FPS, film
 from tests.models.test_session_faults import begun
+from tests.products import product
+
+pytestmark = pytest.mark.in_turn("kv", 4)
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
@@ -107,8 +110,9 @@ def while_it_loads(monkeypatch: pytest.MonkeyPatch, place: str, work: Callable[[
     monkeypatch.setattr(module, place, meanwhile)
 
 
-@pytest.mark.parametrize("kv", ["recent", "mosaic"])
-@pytest.mark.parametrize("place", ["_check_file", "_print_of", "_read_info"])
+@pytest.mark.parametrize(
+    ("kv", "place"), product(["recent", "mosaic"], ["_check_file", "_print_of", "_read_info"])
+)
 def test_a_load_beside_a_save_reads_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, place: str
 ) -> None:

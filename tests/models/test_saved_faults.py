@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import resource
@@ -32,9 +33,10 @@ def test_damaged_sessions_are_refused(tmp_path: Path, kv: str) -> None:
     whole = saved(tmp_path / "whole", kv)
     files = [p.relative_to(whole) for p in sorted(whole.rglob("*")) if p.is_file()]
     assert len(files) >= 6
-    for number, file in enumerate(files):
-        for damage in ("truncated", "missing", "flipped", "late"):
-            folder = tmp_path / f"{number}-{damage}"
+    with begun(kv) as session:
+        before = logits(session)
+        for number, (file, damage) in enumerate(itertools.product(files, DAMAGES)):
+            folder = tmp_path / f"{number}"
             shutil.copytree(whole, folder)
             data = (whole / file).read_bytes()
             if damage == "missing":
@@ -47,17 +49,16 @@ def test_damaged_sessions_are_refused(tmp_path: Path, kv: str) -> None:
                 (folder / file).write_bytes(bytes(b ^ 255 for b in data[:64]) + data[64:])
             else:
                 (folder / file).write_bytes(b"[" + data[1:])
-            with begun(kv) as session:
-                before = logits(session)
-                with pytest.raises(MmaccelError) as caught:
-                    session.load(folder)
-                told = str(caught.value)
-                assert told.endswith(".") and "\n" not in told, told
-                if file.name != "session.json" and damage == "truncated":
-                    assert f"{len(data) // 2} bytes of {len(data)}" in told
-                assert torch.equal(logits(session), before), f"{file} {damage}"
+            with pytest.raises(MmaccelError) as caught:
+                session.load(folder)
+            told = str(caught.value)
+            assert told.endswith(".") and "\n" not in told, told
+            if file.name != "session.json" and damage == "truncated":
+                assert f"{len(data) // 2} bytes of {len(data)}" in told
+            assert torch.equal(logits(session), before), f"{file} {damage}"
 
 
+DAMAGES = ("truncated", "missing", "flipped", "late")
 WRONG: list[dict[str, Any]] = [
     {"raw": 7}, {"raw": [42]}, {"raw": ...}, {"size": ["a", 70]}, {"size": [42, -1]}, {"pending": None}, {"pending": -1},
     {"fps": "2"}, {"fps": ...}, {"fps": True}, {"fps": 0.0}, {"fps": -1.0}, {"frames": -1}, {"frames": 9}, {"units": -1},
@@ -66,22 +67,28 @@ WRONG: list[dict[str, Any]] = [
 """Each fact as it cannot be; ...: it is missing."""
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_facts_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_facts_that_cannot_be_are_refused(tmp_path: Path) -> None:
     """Also where their checksum is right, and in a file of the version that had none."""
     path = saved(tmp_path / "whole") / "session.json"
-    facts = {**json.loads(path.read_text()), **wrong}
-    facts = {name: value for name, value in facts.items() if value is not ...}
-    older = {name: value for name, value in facts.items() if name != "checksum"} | {"version": 2}
-    with begun() as session, unharmed(session, ModelError, "damaged|of another stream"):
-        path.write_text(json.dumps(facts))
-        with pytest.raises(ModelError, match="damaged"):
-            session.load(tmp_path / "whole")
-        path.write_text(json.dumps(session_io.sealed(facts)))
-        with pytest.raises(ModelError, match=r"damaged|of another stream"):
-            session.load(tmp_path / "whole")
-        path.write_text(json.dumps(older))
+    right = json.loads(path.read_text())
+    with begun() as session:
+        before = logits(session)
+        for wrong in WRONG:
+            facts = {name: value for name, value in {**right, **wrong}.items() if value is not ...}
+            older = {name: value for name, value in facts.items() if name != "checksum"} | {"version": 2}
+            for written, told in (
+                (facts, "damaged"),
+                (session_io.sealed(facts), "damaged|of another stream"),
+                (older, "damaged|of another stream"),
+            ):
+                path.write_text(json.dumps(written))
+                with pytest.raises(ModelError, match=told) as caught:
+                    session.load(tmp_path / "whole")
+                assert str(caught.value).endswith(".") and "\n" not in str(caught.value), wrong
+                assert torch.equal(logits(session), before), wrong
+        path.write_text(json.dumps(right))
         session.load(tmp_path / "whole")
+        assert torch.equal(logits(session), before), "what is right is read after all of them"
 
 
 def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(

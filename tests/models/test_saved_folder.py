@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import zlib
@@ -19,8 +20,6 @@ from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.streams import session_io
 from tests.models.streams import FPS, film, logits
 from tests.models.test_session_faults import begun
-
-OURS = {"session.json", "data-1", "data-2"}
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -255,24 +254,27 @@ NUMBERS: list[tuple[str, str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("kv", "name", "wrong"), NUMBERS)
-def test_numbers_of_nothing_are_refused(tmp_path: Path, kv: str, name: str, wrong: dict[str, Any]) -> None:
-    place, path = tmp_path / "stream", tmp_path / "stream" / "data-1" / "memory" / name
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_numbers_of_nothing_are_refused(tmp_path: Path, kv: str) -> None:
     with begun(kv, 12) as session:
-        session.save(place)
-        ((field, value),) = wrong.items()
-        if path.suffix == ".safetensors":
-            tensors = load(path.read_bytes())
-            save_file({**tensors, field: torch.full_like(tensors[field], value)}, path)
-        else:
-            facts = json.loads(path.read_text())
-            inner = facts["pieces"][0] if "pieces" in facts else facts
-            inner[field] = value * len(inner[field]) if field == "units" else value
-            path.write_text(json.dumps(facts))
-        resealed(place)
-        with pytest.raises(MmaccelError, match=r"damaged\.$|save it again\.$") as caught:
-            session.load(place)
-        assert len(str(caught.value)) < 500 and len(session) == 12
+        session.save(tmp_path / "whole")
+        before = logits(session)
+        for number, (name, wrong) in enumerate((name, wrong) for own, name, wrong in NUMBERS if own == kv):
+            place = tmp_path / f"{number}"
+            shutil.copytree(tmp_path / "whole", place)
+            path, ((field, value),) = place / "data-1" / "memory" / name, wrong.items()
+            if path.suffix == ".safetensors":
+                tensors = load(path.read_bytes())
+                save_file({**tensors, field: torch.full_like(tensors[field], value)}, path)
+            else:
+                facts = json.loads(path.read_text())
+                inner = facts["pieces"][0] if "pieces" in facts else facts
+                inner[field] = value * len(inner[field]) if field == "units" else value
+                path.write_text(json.dumps(facts))
+            resealed(place)
+            with pytest.raises(MmaccelError, match=r"damaged\.$|save it again\.$") as caught:
+                session.load(place)
+            assert len(str(caught.value)) < 500 and torch.equal(logits(session), before), (name, wrong)
 
 
 @pytest.mark.parametrize("name", ["spans", "times", "size"])

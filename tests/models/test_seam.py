@@ -20,6 +20,8 @@ from tests.models.test_recipes import PIECES, SPARSE, small
 from tests.models.tiny_random import EVERY, IMG, PROMPTS, VID, batch, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 2)
+
 WINDOW = {"name": "window", "sinks": 4, "window": 16}
 
 
@@ -48,6 +50,7 @@ def test_a_chunk_that_is_all_padding_for_one_sequence(family, name):
         assert (together[1] - alone[0]).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("family", ["llava"], indirect=True)
 def test_a_long_window_is_verified_densely(family):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -100,6 +103,7 @@ def test_reordered_rows_take_their_padding_along(family):
         assert (swapped[row, -1] - logits(model, {"input_ids": ids})[0, -1]).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen"], indirect=True)
 def test_two_threads_on_one_model(family):
     kind, model = family
     work = [prompt(kind, PROMPTS["video"]), batch(kind, [prompt(kind, [("text", n)]) for n in (3, 21)])]
@@ -195,15 +199,18 @@ def test_arguments_by_position_and_options_that_clash(family):
                     call(*args, **named)
 
 
-@pytest.mark.parametrize("draft", ["off", "prompt_lookup"])
-@pytest.mark.parametrize("where", ["argument", "config", "the model's own config"])
+@pytest.mark.parametrize(
+    ("family", "draft", "where"),
+    product(sorted(EVERY), ["off", "prompt_lookup"], ["argument", "config", "the model's own config"]),
+    indirect=["family"],
+)
 def test_without_a_cache_the_tokens_are_the_same(family, draft, where, monkeypatch):
     """Under a draft the memory is there all the same; it is not given back."""
     kind, model = family
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     inputs = prompt(kind, PROMPTS["text"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    told = {"max_new_tokens": 8, "do_sample": False}
+    told = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     if where == "argument":
         told["use_cache"] = False
     elif where == "config":
@@ -211,7 +218,8 @@ def test_without_a_cache_the_tokens_are_the_same(family, draft, where, monkeypat
     else:
         monkeypatch.setattr(model.generation_config, "use_cache", False)
     with mmaccel.accelerate(model, draft=draft):
-        assert torch.equal(model.generate(**inputs, **told), plain)
+        got = model.generate(**inputs, **told)
+    assert torch.equal(got.sequences, plain) and got.past_key_values is None
 
 
 def test_a_model_dropped_without_detaching_is_freed(family):
@@ -225,7 +233,9 @@ def test_a_model_dropped_without_detaching_is_freed(family):
     assert gone() is None
 
 
-@pytest.mark.parametrize("name", ["dense", "a_shape", "vertical_slash"])
+@pytest.mark.parametrize(
+    ("family", "name"), product(sorted(EVERY), ["dense", "a_shape", "vertical_slash"]), indirect=["family"]
+)
 def test_with_gradients_on_it_runs_and_says_that_it_has_none(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -274,7 +284,9 @@ def test_under_autocast(family, name, monkeypatch):
         assert (whole - plain).abs().max() > budget, "the dense answer would pass"
 
 
-@pytest.mark.parametrize("choice", ["eager", {"vision_config": "eager"}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "choice"), product(sorted(EVERY), ["eager", {"vision_config": "eager"}]), indirect=["family"]
+)
 def test_another_attention_is_chosen_before_or_after(family, choice):
     kind, inputs = family[0], prompt(family[0], PIECES)
     model = EVERY[kind]()
@@ -285,7 +297,9 @@ def test_another_attention_is_chosen_before_or_after(family, choice):
     assert torch.isfinite(logits(model, inputs)).all()
 
 
-@pytest.mark.parametrize("by", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize(
+    ("family", "by"), product(sorted(EVERY), [copy.deepcopy, pickle.dumps]), indirect=["family"]
+)
 def test_what_is_accelerated_is_not_copied_and_says_so(family, by):
     model = EVERY[family[0]]()  # one on which transformers has laid no hooks of its own
     with mmaccel.accelerate(model, "a_shape") as fast:

@@ -18,6 +18,8 @@ from mmaccel.policies.prune import FastV
 from tests.models.tiny_random import BUILD, IMG, VE, VID, VS, prompt
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("family", 1)
+
 TOKENS = 10
 DRAFTS: dict[str, Callable[..., Any]] = {
     "off": lambda model: "off",
@@ -107,7 +109,9 @@ def plainly(model: Any, name: str, turns: Any) -> list[Tensor]:
     return answers
 
 
-@pytest.mark.parametrize(("draft", "turns"), product(DRAFTS, TURNS))
+@pytest.mark.parametrize(
+    ("draft", "turns", "family"), product(DRAFTS, TURNS, sorted(BUILD)), indirect=["family"]
+)
 def test_turns_on_one_cache_are_one_whole_prompt(family, draft: str, turns: str, monkeypatch) -> None:
     name, model, peer = family
     want = plainly(model, name, TURNS[turns])

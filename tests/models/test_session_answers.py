@@ -18,6 +18,8 @@ from mmaccel.core.errors import MmaccelWarning, ModelError
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 TIGHT = every_stream(frames=4, window=6)
 DRAFTS = ({"name": "off"}, {"name": "prompt_lookup"})
 

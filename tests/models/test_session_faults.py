@@ -13,6 +13,9 @@ import torch
 import mmaccel
 from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, StoreError, VideoError
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
+from tests.products import product
+
+pytestmark = pytest.mark.in_turn("kv", 4)
 
 TIGHT = every_stream(frames=4, window=6)
 NAME = "random-ov"
@@ -52,8 +55,7 @@ def test_a_watch_that_is_interrupted_takes_in_nothing(kv: str) -> None:
         session.watch(film(25), fps=FPS, progress=stop)
 
 
-@pytest.mark.parametrize("kv", [name for name in TIGHT if name != "no_cache"])
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("kv", "layer"), product([name for name in TIGHT if name != "no_cache"], [0, 1]))
 def test_a_pass_that_breaks_in_the_middle_takes_in_nothing(kv: str, layer: int) -> None:
     session, calls = begun(kv), [2]
     module = session._stream_adapter.view.adapter.layers(session._stream_adapter.view.model)[layer]
@@ -183,8 +185,7 @@ def test_a_broken_watch_forgets_nothing_while_there_is_room(kv: str) -> None:
         assert session.counters()["host_dropped"] == 0
 
 
-@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
-@pytest.mark.parametrize("passes", [1, 2, 4])
+@pytest.mark.parametrize(("kv", "passes"), product(["rekv", "mosaic"], [1, 2, 4]))
 def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, passes: int) -> None:
     """Under a cap the new has no place but that of the oldest, and what was overwritten cannot come back."""
     count = 16 * passes
@@ -209,32 +210,35 @@ def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, pa
         assert len(session) == 125 and session.ask(QUESTION, 2).evidence
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda s: s.watch(film(4)[:0]), "no frames"),
-        (lambda s: s.watch([]), "no frames"),
-        (lambda s: s.watch(3), "a video must be"),
-        (lambda s: s.watch(film(4).float()), "give uint8"),
-        (lambda s: s.watch(film(4), fps=0), "fps: 0; give a positive"),
-        (lambda s: s.watch(film(4), fps=float("inf")), "fps: inf; give a positive"),
-        (lambda s: s.watch(film(1), times=[float("nan")]), "times: some are not finite numbers"),
-        (lambda s: s.watch(film(2), times=[50.0, float("inf")]), "times: some are not finite numbers"),
-        (lambda s: s.watch(film(4), times=[50.0, 51.0]), "one for each frame"),
-        (lambda s: s.watch(film(2), times=[50.0, 51.0, 52.0]), "3 for 2 frames"),
-        (lambda s: s.watch(film(2), times=[51.0, 50.0]), "they must rise"),
-        (lambda s: s.watch(film(2), times=[1.0, 2.0]), r"later than 4\.5"),
-        (lambda s: s.ask("  "), "question: it is empty"),
-        (lambda s: s.ask(5), "question: 5 is not text; give a string"),
-        (lambda s: s.ask(None), "question: None is not text; give a string"),
-        (lambda s: s.ask(QUESTION, timeout=10**400), "timeout: a whole number of 1329 bits; give a positive"),
-        (lambda s: s.ask(QUESTION, 0), "max_new_tokens: 0; give at least 1"),
-        (lambda s: s.load("nowhere"), "nowhere is not a saved session"),
-    ],
-)
-def test_wrong_calls_are_one_sentence(call: Any, match: str) -> None:
-    with begun() as session, unharmed(session, MmaccelError, match):
-        call(session)
+WRONG: list[tuple[Any, str]] = [
+    (lambda s: s.watch(film(4)[:0]), "no frames"),
+    (lambda s: s.watch([]), "no frames"),
+    (lambda s: s.watch(3), "a video must be"),
+    (lambda s: s.watch(film(4).float()), "give uint8"),
+    (lambda s: s.watch(film(4), fps=0), "fps: 0; give a positive"),
+    (lambda s: s.watch(film(4), fps=float("inf")), "fps: inf; give a positive"),
+    (lambda s: s.watch(film(1), times=[float("nan")]), "times: some are not finite numbers"),
+    (lambda s: s.watch(film(2), times=[50.0, float("inf")]), "times: some are not finite numbers"),
+    (lambda s: s.watch(film(4), times=[50.0, 51.0]), "one for each frame"),
+    (lambda s: s.watch(film(2), times=[50.0, 51.0, 52.0]), "3 for 2 frames"),
+    (lambda s: s.watch(film(2), times=[51.0, 50.0]), "they must rise"),
+    (lambda s: s.watch(film(2), times=[1.0, 2.0]), r"later than 4\.5"),
+    (lambda s: s.ask("  "), "question: it is empty"),
+    (lambda s: s.ask(5), "question: 5 is not text; give a string"),
+    (lambda s: s.ask(None), "question: None is not text; give a string"),
+    (lambda s: s.ask(QUESTION, timeout=10**400), "timeout: a whole number of 1329 bits; give a positive"),
+    (lambda s: s.ask(QUESTION, 0), "max_new_tokens: 0; give at least 1"),
+    (lambda s: s.load("nowhere"), "nowhere is not a saved session"),
+]
+
+
+def test_wrong_calls_are_one_sentence() -> None:
+    with begun() as session, unharmed(session, MmaccelError, WRONG[-1][1]):
+        for call, match in WRONG:
+            with pytest.raises(MmaccelError, match=match) as caught:
+                call(session)
+            assert str(caught.value).endswith(".") and "\n" not in str(caught.value), match
+        WRONG[-1][0](session)
 
 
 @pytest.mark.parametrize("kv", ["recent", "mosaic", "streammem"])

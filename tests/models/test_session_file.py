@@ -13,7 +13,6 @@ from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media import Video
 from tests.media.films import write_film
-from tests.media.odd import CASES
 from tests.models.streams import every_stream, logits, open_session
 
 TIGHT = every_stream(frames=4, window=6)
@@ -64,17 +63,3 @@ def test_the_clips_before_an_error_are_kept(
         with pytest.raises(type(error)):
             session.watch(slides, times=[20.0 + n for n in range(18)], fps=1.0)
         assert len(session) == 8, "of a call with times, all is taken in or nothing"
-
-
-@pytest.mark.parametrize(
-    "name", ["gap of 9 s, mp4", "joined recordings", "bare h264", "repeated times, ts", "one frame, mkv"]
-)
-def test_an_odd_file_is_watched(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    path = tmp_path / f"odd.{case.suffix}"
-    case.make(path)
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        count = session.watch(path, fps=case.fps)
-        assert count == len(session) == len(media.read(path, fps=case.fps))
-        assert session.shown == [tick / case.fps for tick in range(count)]
-        assert session.ask("how many ?", 1).evidence

@@ -16,6 +16,8 @@ from mmaccel.models import loading, stream
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 CPU, OTHER = torch.device("cpu"), torch.device("cpu:0")
 """Two names of the one device that is always there: hooks and memories are laid as for two."""
 KV = every_stream(frames=6, window=4)

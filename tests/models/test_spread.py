@@ -21,6 +21,9 @@ from mmaccel.models import decode, loading, shapes, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.products import product
+
+pytestmark = pytest.mark.in_turn("family", 1)
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu:0")
 """Two names of the one device that is always there: hooks and runs are laid as for two."""
@@ -89,7 +92,9 @@ def in_runs(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
     monkeypatch.setattr(loading, "runs", runs)
 
 
-@pytest.mark.parametrize("first", [(0, 1), (0, 2, 3), (0, 0, 3)])
+@pytest.mark.parametrize(
+    ("first", "family"), product([(0, 1), (0, 2, 3), (0, 0, 3)], sorted(BUILD)), indirect=["family"]
+)
 @torch.no_grad()
 def test_a_step_in_runs_is_the_step(
     family: tuple[str, Any], first: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.errors import DraftError, ModelError
+from mmaccel.core.errors import ModelError
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, batch, prompt
+from tests.products import product
+
+pytestmark = pytest.mark.in_turn("family", 1)
 
 DRAFT = {"name": "prompt_lookup", "in_batches": "always"}
 FULL = {"sparse": {"name": "a_shape", "sink": 512, "window": 512}}
@@ -31,7 +34,9 @@ def close(a, b):
     return (a - b).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("recipe", ["dense", "full budget", "chunks"])
+@pytest.mark.parametrize(
+    ("recipe", "family"), product(["dense", "full budget", "chunks"], sorted(BUILD)), indirect=["family"]
+)
 @torch.no_grad()
 def test_packed_sequences_do_not_see_each_other(family, recipe):
     kind, model = family
@@ -65,7 +70,7 @@ def test_rows_are_packed_each_in_its_own_way(family):
         model(**call)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "family"), product(RECIPES, sorted(BUILD)), indirect=["family"])
 def test_without_a_cache_none_is_kept(family, recipe):
     kind, model = family
     inputs = prompt(kind, PROMPTS["video"])
@@ -89,16 +94,6 @@ def test_a_pruned_prompt_without_a_cache_is_pruned_once(family, prune):
         assert torch.equal(model.generate(**inputs, use_cache=False), want)
         got = model.generate(**inputs, use_cache=False, return_dict_in_generate=True)
     assert torch.equal(got.sequences, want) and got.past_key_values is None
-
-
-def test_a_draft_without_a_cache_gives_none_back(family):
-    kind, model = family
-    inputs = prompt(kind, PROMPTS["video"])
-    plain = model.generate(**inputs, **CALL)
-    with mmaccel.accelerate(model, draft=DRAFT):
-        assert model.generate(**inputs, **CALL).past_key_values.get_seq_length() > 0
-        got = model.generate(**inputs, **CALL, use_cache=False)
-    assert torch.equal(got.sequences, plain.sequences) and got.past_key_values is None
 
 
 def test_a_model_that_keeps_no_cache_by_its_config(family):
@@ -173,14 +168,9 @@ def test_a_prompt_in_pieces_is_refused_where_a_pruner_needs_it_whole(family):
         model.generate(**inputs, **CALL, prefill_chunk_size=0)
 
 
-def test_bidirectional_attention_is_refused(family):
-    kind, model = family
-    with mmaccel.accelerate(model), pytest.raises(ModelError, match=r"is_causal: .* detach the recipe"):
-        model(**prompt(kind, PROMPTS["text"]), is_causal=False)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("own", [False, True], ids=["another", "itself"])
+@pytest.mark.parametrize(
+    ("recipe", "own", "family"), product(RECIPES, [False, True], sorted(BUILD)), indirect=["family"]
+)
 def test_an_assistant_model(family, recipe, own):
     kind, model = family
     inputs = prompt(kind, PROMPTS["interleaved"])
@@ -192,49 +182,9 @@ def test_an_assistant_model(family, recipe, own):
     assert torch.equal(got.sequences, plain.sequences)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_prompt_lookup_of_transformers_own(family, recipe):
-    kind, model = family
-    inputs = prompt(kind, PROMPTS["interleaved"])
-    plain = model.generate(**inputs, **CALL)
-    with mmaccel.accelerate(model, **RECIPES[recipe]) as fast:
-        got = model.generate(**inputs, **CALL, prompt_lookup_num_tokens=3)
-        assert fast.report().new_tokens == 6
-    assert torch.equal(got.sequences, plain.sequences)
-
-
-LOOPS = {
-    "assistant_model": "the model itself",
-    "prompt_lookup_num_tokens": 3,
-    "penalty_alpha": 0.6,
-    "dola_layers": "high",
-    "custom_generate": lambda model, input_ids, **_: input_ids,
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_two_loops_are_refused_and_one_is_taken(family, name):
-    kind, model = family
-    inputs = {**prompt(kind, PROMPTS["text"]), "max_new_tokens": 4, "do_sample": False, "top_k": 4}
-    inputs[name] = model if name == "assistant_model" else LOOPS[name]
-    with (
-        mmaccel.accelerate(model, draft=DRAFT),
-        pytest.raises(DraftError, match=f"{name}: .*leave one of the two out"),
-    ):
-        model.generate(**inputs)
-    results = []
-    for attach in (False, True):
-        if attach:
-            fast = mmaccel.accelerate(model)
-        try:
-            results.append(model.generate(**inputs).tolist())
-        except ValueError as error:
-            results.append(str(error))
-    fast.detach()
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("recipe", [*RECIPES, "draft"])
+@pytest.mark.parametrize(
+    ("recipe", "family"), product([*RECIPES, "draft"], sorted(BUILD)), indirect=["family"]
+)
 @torch.no_grad()
 def test_a_placeholder_of_what_is_not_given_is_a_word(family, recipe):
     kind, model = family

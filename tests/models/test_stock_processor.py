@@ -57,7 +57,9 @@ def test_ours_gives_what_stock_gives(folder: Path, special: bool) -> None:
             same(theirs.chat(question, **given), ours.chat(question, **given))
     two = ["what colour", "the red star was"]
     low = {"videos": [video, video], "dtype": torch.bfloat16, "padding_side": "right"}
-    same(theirs.chat(two, **low), ours.chat(two, **low))
+    made = ours.chat(two, **low)
+    same(theirs.chat(two, **low), made)
+    assert made["pixel_values_videos"].dtype == torch.bfloat16
     same(theirs.pixels(video, dtype=torch.bfloat16), ours.pixels(video, dtype=torch.bfloat16))
     content = [{"type": "video"}, {"type": "text", "text": "what"}]
     assert theirs.template_ids(content) == ours.template_ids(content)

@@ -23,6 +23,8 @@ from mmaccel.policies.kv.recent import Recent
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 TIGHT = every_stream(frames=6, window=8)
 FAMILIES = ("random-ov", "random-qwen")
 TOKENS = 14
@@ -61,8 +63,7 @@ def test_the_text_is_the_one_without_a_draft(name: str, kv: str, draft: str) -> 
         assert agrees(drafted), "its draft saw what it saw"
 
 
-@pytest.mark.parametrize("kv", TIGHT)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("kv", "name"), product(TIGHT, FAMILIES))
 @torch.no_grad()
 def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> None:
     """Tokens 5 7 9 and 5 8, 6 4 as a tree, in one pass and in two; of which 5 7 9 is kept, and 3 comes after it."""
@@ -269,37 +270,6 @@ def test_a_tree_on_a_stream_is_weighed_as_a_chain_is() -> None:
     assert (attended(query, everything, chain, 0.0) - want).abs().max() > 1e-2
     other = attended(query[:, :, [0, 2]], [*range(8), 9], None, 3.0)
     assert (attended(query, everything, fork, 3.0)[:, :, [0, 2]] - other).abs().max() <= 1e-6
-
-
-@pytest.mark.parametrize(("kv", "choice"), product(TIGHT, drafts("random-ov")))
-def test_a_call_says_what_it_says_without_a_draft(kv: str, choice: str) -> None:
-    """Every draft of `generate` and every memory of streams, of one family or the other in turns."""
-    name = FAMILIES[(list(drafts("random-ov")).index(choice) + list(TIGHT).index(kv)) % 2]
-    model, processor = pair(name)
-    inputs = processor.chat(
-        [{"type": "video", "video": film(11)}, {"type": "text", "text": QUESTION}], fps=FPS
-    )
-    found = []
-    for draft in ("off", drafts(name)[choice]):
-        with mmaccel.accelerate(model, kv=TIGHT[kv], draft=draft) as fast:
-            found.append(model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False))
-            told = fast.report().draft
-    assert torch.equal(*found) and told["failed"] is None
-    assert told["proposed"] > 0 or choice == "prompt_lookup"
-
-
-@pytest.mark.parametrize("number", range(len(TIGHT)))
-def test_a_draft_in_another_memory_than_the_targets(number: int) -> None:
-    """Each memory as a target's and as a draft's, of which the draft's is the third after it."""
-    (kv, own), name = [list(TIGHT)[(number + n) % len(TIGHT)] for n in (0, 3)], FAMILIES[number % 2]
-    model, found = pair(name)[0], []
-    more: Any = {"model": model, "kv": TIGHT[own]}
-    made = (Sequential(**more, window=3), Parallel(**more, window=3, process=False), Tree(**more))[number % 3]
-    for draft in ("off", made):
-        with open_session(name, TIGHT[kv], draft=draft) as session:
-            session.watch(film(18), fps=FPS)
-            found.append(session.ask(QUESTION, TOKENS))
-    assert found[0].ids == found[1].ids and found[1].counters["drafted"] > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ from mmaccel.core.streams.asking import asked
 from mmaccel.models import step
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.policies.kv.mosaic.test_replayed import Replayed
+from tests.products import product
+from tests.spies import heard
 
 KV = every_stream(frames=6, window=8)
 
@@ -46,16 +48,11 @@ def scores_of(answer: mmaccel.core.decoding.generate.Answer) -> dict[tuple[int, 
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
-@pytest.mark.parametrize("kv", ["mosaic", "rekv", "full", "livevlm"])
+@pytest.mark.parametrize(
+    ("kv", "name"), product(["mosaic", "rekv", "full", "livevlm"], ["random-ov", "random-qwen"])
+)
 def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes, by_hand = [], step.StreamSteps.run
-
-    def noted(stream_adapter: Any, run: Any, embeds: Any, *rest: Any) -> Any:
-        passes.append(len(embeds))
-        return by_hand(stream_adapter, run, embeds, *rest)
-
-    monkeypatch.setattr(step.StreamSteps, "run", noted)
+    passes = heard(monkeypatch, step.StreamSteps, "run", lambda adapter, run, embeds, *_: len(embeds))
     with opened(name, KV[kv]) as session:
         wanted, said = logits(session), session.ask(QUESTION, 6)
         assert not passes
@@ -68,8 +65,7 @@ def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
-@pytest.mark.parametrize("kv", ["mosaic", "rekv"])
+@pytest.mark.parametrize(("kv", "name"), product(["mosaic", "rekv"], ["random-ov", "random-qwen"]))
 def test_replayed_layers_say_what_layers_launched_one_by_one_say(
     name: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,8 +141,7 @@ def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(
         model(input_ids=torch.tensor([[3, 4, 5]]), output_attentions=True)
     assert any(layer._forward_hooks for layer in model.model.language_model.layers)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    passes, by_hand = [], step.StreamSteps.run
-    monkeypatch.setattr(step.StreamSteps, "run", lambda *given: passes.append(1) or by_hand(*given))
+    passes = heard(monkeypatch, step.StreamSteps, "run", lambda *_: 1)
     with mmaccel.VideoSession(model, processor, None, kv=KV["rekv"]) as session:
         session.watch(film(25), fps=FPS)
         session.ask(QUESTION, 2)
@@ -173,8 +168,9 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
-@pytest.mark.parametrize("kv", ["mosaic", "rekv", "full", "livevlm"])
+@pytest.mark.parametrize(
+    ("kv", "name"), product(["mosaic", "rekv", "full", "livevlm"], ["random-ov", "random-qwen"])
+)
 def test_all_layers_of_an_answer_say_what_the_modules_say(
     name: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,9 +184,7 @@ def test_all_layers_of_an_answer_say_what_the_modules_say(
             said += [turn.step(torch.tensor([[token]])) for token in (5, 6)]
             return [*said, turn.step(torch.tensor([[8, 4, 3, 12, 5]]))]
 
-    calls, whole = [], step.StreamSteps._answer
-    noted = lambda self, *given: calls.append(1) or whole(self, *given)  # noqa: E731
-    monkeypatch.setattr(step.StreamSteps, "_answer", noted)
+    calls = heard(monkeypatch, step.StreamSteps, "_answer", lambda *_: 1)
     with opened(name, KV[kv]) as session:
         wanted = answered(session)
         assert not calls

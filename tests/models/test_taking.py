@@ -153,7 +153,7 @@ def test_auto_takes_all_that_there_is_room_for(
         assert int(family.positions(model, inputs).max()) < 40 + most // 2
         monkeypatch.undo()
     # And so much memory; a window of keys needs less of it.
-    monkeypatch.setattr("mmaccel.media.reader.free_memory", lambda: 1 << 20)
+    monkeypatch.setattr("mmaccel.models.taking.host_available", lambda: 1 << 20)
     count, told = most_frames(processor, model, path)
     assert 0 < count < 60 and "GiB are free on cpu" in told
     with mmaccel.accelerate(model, kv={"name": "window", "window": 64}, chunk=64):

@@ -19,6 +19,9 @@ from mmaccel.models.family import Causal
 from mmaccel.policies.draft import Sequential, TextOnly
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, prompt
+from tests.products import product
+
+pytestmark = pytest.mark.in_turn("family", 1)
 
 
 def words_of(target: torch.nn.Module | None = None, vocab: int = VOCAB) -> T.Qwen2ForCausalLM:
@@ -46,7 +49,9 @@ def family(request):
     return request.param, model
 
 
-@pytest.mark.parametrize("kind", ["text", "video", "interleaved"])
+@pytest.mark.parametrize(
+    ("kind", "family"), product(["text", "video", "interleaved"], sorted(BUILD)), indirect=["family"]
+)
 def test_greedy_tokens_are_the_plain_ones(family, kind: str, tmp_path: Path) -> None:
     name, target = family
     inputs = prompt(name, PROMPTS[kind])

@@ -32,6 +32,8 @@ from tests.models.test_recalled import (
 )
 from tests.products import product
 
+pytestmark = pytest.mark.in_turn("kv", 4)
+
 ZIP = VisionZip(retention=0.5, contextual=0.4)
 PLAIN = replace(ZIP, compact=True)
 """What `ZIP` is on a stream, and what it is compared with."""

@@ -14,6 +14,9 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.registry import registry
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
+from tests.products import product
+
+pytestmark = pytest.mark.in_turn("kv", 4)
 
 NAME = "random-qwen"  # two frames a unit, four positions a second
 STEP = 0.5
@@ -24,7 +27,7 @@ UNITS = (0, 1, 2, 7, 9, 10, 31, 32)
 
 WHOLE = {kv: fields for kv, fields in every_stream().items() if kv not in ("no_cache", "window")}
 """Memories that keep and see all. What "no_cache" and "window" show is always closed up, one unit after the other."""
-CALLS = [(kv, call) for kv in WHOLE for call in (1, 16)] + [("full", 3), ("mosaic", 3), ("streammem", 3)]
+CALLS = product(WHOLE, (1, 3, 16))
 
 
 def fields(kv: str) -> dict[str, Any]:

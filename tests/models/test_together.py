@@ -20,9 +20,12 @@ from tests.models.tiny_random import BUILD as COMMON
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 
-BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl")}}
+BUILD = {
+    **COMMON,
+    **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")},
+}
 KINDS = ["text", "video", "interleaved", "long", "image"]
-pytestmark = pytest.mark.numeric(by="torch")
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
@@ -151,6 +154,7 @@ def test_calls_decoded_together_give_what_each_gives_alone(family):
         assert torch.equal(model.generate(**prompt(name, PROMPTS[kind], number), **more), together[number])
 
 
+@pytest.mark.parametrize("family", ["llava"], indirect=True)
 def test_an_error_ends_one_call_alone(family, monkeypatch):
     """One that fails in its step, in its own criterion, or while its memory grows, leaves the others theirs."""
     monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mmaccel.backends.ops import layer_ops
 from mmaccel.models import modules
 from tests.models.test_vision_windows import pixels_of
 from tests.models.tiny_random import prompt, qwen
+from tests.spies import heard
 
 GRID = [[5, 10, 14], [1, 4, 4]]
 INNER = 62
@@ -43,16 +43,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the weights of products that are ours."""
-    seen: list[tuple[int, ...]] = []
-
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        seen.append(tuple(weight.shape))
-        return torch.nn.functional.linear(x, weight, bias)
-
-    monkeypatch.setattr(modules, "linear", counted)
-    yield seen
+    return heard(monkeypatch, modules, "linear", lambda x, weight, bias=None: tuple(weight.shape))
 
 
 def encoded(model: Any, grid: list[list[int]] = GRID) -> Tensor:

@@ -80,7 +80,7 @@ def test_it_can_be_told_always_or_never(family, recwarn):
         assert bool(report.draft["sequences"]) == (choice == "always")
         assert ("in_batches is 'never'" in str(report)) == (choice == "never")
     assert not [one for one in recwarn if issubclass(one.category, MmaccelWarning)]
-    with pytest.raises(RecipeError, match="in_batches: 'often'; give measured, always or never"):
+    with pytest.raises(RecipeError, match="in_batches is 'often'; give 'measured', 'always' or 'never'"):
         mmaccel.Recipe(draft={"name": "sequential", "in_batches": "often"})
 
 

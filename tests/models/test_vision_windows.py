@@ -18,6 +18,8 @@ from mmaccel.models.modules import WINDOWS, batches_of, in_parts
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
+from tests.products import product
+from tests.spies import heard
 
 # Steps, rows and columns of patches; a window is 4 x 4.
 GRIDS = {
@@ -37,14 +39,10 @@ TYPES = (torch.float32, torch.bfloat16)
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of the queries of each call of attention."""
-    whole, seen = torch.nn.functional.scaled_dot_product_attention, []
-
-    def counted(query: Tensor, *rest: Any, **named: Any) -> Tensor:
-        seen.append(tuple(query.shape))
-        return whole(query, *rest, **named)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    return seen
+    functional = torch.nn.functional
+    return heard(
+        monkeypatch, functional, "scaled_dot_product_attention", lambda query, *_, **__: tuple(query.shape)
+    )
 
 
 @contextmanager
@@ -59,8 +57,7 @@ def pixels_of(grids: list[list[int]], seed: int = 3) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3 * 2 * 14 * 14, generator=generator), torch.tensor(grids)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("name", list(GRIDS))
+@pytest.mark.parametrize(("name", "dtype"), product(GRIDS, TYPES))
 @torch.no_grad()
 def test_the_tower_finds_the_same_in_few_calls(name: str, dtype: torch.dtype, calls: list[Any]) -> None:
     pixels, grid = pixels_of(GRIDS[name])
@@ -112,13 +109,7 @@ def test_windows_that_follow_each_other_are_not_copied(monkeypatch: pytest.Monke
 
 @torch.no_grad()
 def test_lengths_are_read_once_a_call_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
-
-    def noted(ends: list[int], device: torch.device) -> Any:
-        read.append(len(ends))
-        return batches_of(ends, device)
-
-    monkeypatch.setattr(modules, "batches_of", noted)
+    read = heard(monkeypatch, modules, "batches_of", lambda ends, device: len(ends))
     pixels, grid = pixels_of(GRIDS["both edges"])
     model = qwen()
     tower = model.model.visual

@@ -15,6 +15,7 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.policies.kv import Window
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.test_recalled import CLOSE, DEPTH, FAMILIES, SHARP, prompt, said
+from tests.products import product
 
 PRUNERS: dict[str, TokenPruner] = {
     "fastv": FastV(retention=0.2),
@@ -26,8 +27,7 @@ PRUNERS: dict[str, TokenPruner] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", PRUNERS)
+@pytest.mark.parametrize(("kind", "name"), product(PRUNERS, FAMILIES))
 def test_with_room_for_all_it_is_the_pruned_model(kind: str, name: str) -> None:
     inputs = prompt(name)
     runs = [said(name, {"kv": kv, "prune": PRUNERS[kind]}, inputs) for kv in ("full", Window(window=4096))]
@@ -37,8 +37,7 @@ def test_with_room_for_all_it_is_the_pruned_model(kind: str, name: str) -> None:
         assert runs[1][2].kv[at] == runs[0][2].kv[at]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", PRUNERS)
+@pytest.mark.parametrize(("kind", "name"), product(PRUNERS, FAMILIES))
 def test_what_goes_is_gone(kind: str, name: str) -> None:
     """A window that is shorter than what is left of the prompt: it holds less, and says something else."""
     inputs = prompt(name)

@@ -13,7 +13,7 @@ from mmaccel.models.together import StepsTogether
 from tests.models.test_together import BUILD, opened
 
 
-@pytest.mark.parametrize("name", ["qwen", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen", "qwen3_vl", "qwen3_5"])
 @torch.no_grad()
 def test_the_table_alone_says_where_memories_lie(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     works = replay.Replays.__init__

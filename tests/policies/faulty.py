@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,7 +23,6 @@ class Sound(SparsePattern):
 
     name: ClassVar[str] = "sound"
     lo: ClassVar[int] = 0
-    blocks: ClassVar[int] = 10**6
 
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
@@ -41,71 +40,42 @@ class Sound(SparsePattern):
         return -(-n_query // self.block) * -(-n_key // self.block)
 
 
-class Twice(Sound):
-    """Two spans over the same keys."""
-
-    def plan(self, *given: Any) -> AttentionPlan | None:
-        plan = super().plan(*given)
-        assert plan is not None
-        (part,) = plan.parts
-        return replace(plan, parts=(replace(part, spans=part.spans * 2),))
+def wrong(base: type, **members: Any) -> type:
+    """Like `base`, with these in place of its own members."""
+    return type("Wrong", (base,), members)
 
 
-class Ahead(Sound):
-    """A range that begins three places too early."""
+def changed(change: Callable[[Part], dict[str, Any]]) -> type:
+    """A plan of which one part has other fields."""
 
-    lo: ClassVar[int] = -3
+    def plan(self: Sound, *given: Any) -> AttentionPlan | None:
+        made = Sound.plan(self, *given)
+        assert made is not None
+        (part,) = made.parts
+        return replace(made, parts=(replace(part, **change(part)),))
+
+    return wrong(Sound, plan=plan)
 
 
-class OfPadding(Sound):
+def with_span(**fields: Tensor) -> type:
+    """A plan whose span has something more."""
+    return changed(lambda part: {"spans": (replace(part.spans[0], **fields),)})
+
+
+def of_padding(self: Sound, query: Tensor, key: Tensor, *layouts: TokenLayout) -> Any:
     """Padding is taken for tokens."""
-
-    def plan(self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout) -> Any:
-        blind = [replace(one, valid=torch.ones_like(one.valid)) for one in (q_layout, k_layout)]
-        return super().plan(query, key, *blind)
+    return Sound.plan(self, query, key, *(replace(one, valid=torch.ones_like(one.valid)) for one in layouts))
 
 
-class OtherSizes(Sound):
-    """A plan of the first 64 tokens."""
-
-    def plan(self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout) -> Any:
-        few = slice(0, 64)
-        return super().plan(query[:, :, few], key[:, :, few], q_layout.take(few), k_layout.take(few))
+def of_few(self: Sound, query: Tensor, key: Tensor, *layouts: TokenLayout) -> Any:
+    """The first 64 tokens."""
+    few = slice(0, 64)
+    return Sound.plan(self, query[:, :, few], key[:, :, few], *(one.take(few) for one in layouts))
 
 
-class FewRows(OtherSizes):
-    """The same, which poses as one of all tokens."""
-
-    def plan(self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout) -> Any:
-        plan = super().plan(query, key, q_layout, k_layout)
-        return replace(plan, n_query=query.shape[2], n_key=key.shape[2])
-
-
-class NoWholeBlocks(Sound):
-    """Rows that are not padded to whole blocks."""
-
-    def plan(self, query: Tensor, *given: Any) -> Any:
-        plan = super().plan(query, *given)
-        assert plan is not None
-        (part,) = plan.parts
-        return replace(plan, parts=(replace(part, q_row=part.q_row[..., :-1]),))
-
-
-class FlatRows(Sound):
-    """Rows of sequences, and of no heads."""
-
-    def plan(self, query: Tensor, *given: Any) -> Any:
-        plan = super().plan(query, *given)
-        assert plan is not None
-        (part,) = plan.parts
-        return replace(plan, parts=(replace(part, q_row=part.q_row[:, 0]),))
-
-
-class LowBound(Sound):
-    """Lists more than it says."""
-
-    def max_blocks_total(self, n_query: int, n_key: int) -> int:
-        return 1
+def of_few_rows(self: Sound, query: Tensor, key: Tensor, *layouts: TokenLayout) -> Any:
+    """The same, which poses as a plan of all tokens."""
+    return replace(of_few(self, query, key, *layouts), n_query=query.shape[2], n_key=key.shape[2])
 
 
 class Pooled(Sound):
@@ -140,30 +110,6 @@ class Pooled(Sound):
         return super().max_blocks_total(n_query, n_key) * 2
 
 
-class Extra(Sound):
-    """A span with something more."""
-
-    extra: ClassVar[dict[str, Tensor]] = {}
-
-    def plan(self, *given: Any) -> AttentionPlan | None:
-        plan = super().plan(*given)
-        assert plan is not None
-        (part,) = plan.parts
-        return replace(plan, parts=(replace(part, spans=(replace(part.spans[0], **self.extra),)),))
-
-
-class WideBias(Extra):
-    extra: ClassVar[dict[str, Tensor]] = {"bias": torch.zeros(1, 1, 64, dtype=torch.float64)}
-
-
-class KeysAlone(Extra):
-    extra: ClassVar[dict[str, Tensor]] = {"key": torch.zeros(1, 1, 7, 3)}
-
-
-class ShortKeys(Extra):
-    extra: ClassVar[dict[str, Tensor]] = dict.fromkeys(("key", "value"), torch.zeros(1, 1, 7, 3))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Unsaid(VerticalSlash):
     """It reads queries, and does not say so."""
@@ -176,19 +122,23 @@ class Unsaid(VerticalSlash):
     last_q: int = 16
 
 
+SHORT = torch.zeros(1, 1, 7, 3)
 SPARSE = {
     "an unsaid reading of queries": (Unsaid, "set the class field adaptive = True"),
-    "two spans": (Twice, "twice"),
-    "the future": (Ahead, "comes after"),
-    "padding": (OfPadding, "padding"),
-    "a part of the tokens": (OtherSizes, "is 64, and the layer's is"),
-    "some rows": (FewRows, "the plan's parts hold 64 of"),
-    "no whole blocks": (NoWholeBlocks, "in whole blocks of 64"),
-    "no heads": (FlatRows, "give [1 or "),
-    "a low bound": (LowBound, "max_blocks_total is 1"),
-    "a bias of doubles": (WideBias, "in torch.float64; give [1 or "),
-    "keys without values": (KeysAlone, "has keys or values of its own alone"),
-    "own keys of another size": (ShortKeys, "has keys or values of its own of [1, 1, 7, 3]; give [1 or "),
+    "two spans": (changed(lambda part: {"spans": part.spans * 2}), "twice"),
+    "the future": (wrong(Sound, lo=-3), "comes after"),
+    "padding": (wrong(Sound, plan=of_padding), "padding"),
+    "a part of the tokens": (wrong(Sound, plan=of_few), "is 64, and the layer's is"),
+    "some rows": (wrong(Sound, plan=of_few_rows), "the plan's parts hold 64 of"),
+    "no whole blocks": (changed(lambda part: {"q_row": part.q_row[..., :-1]}), "in whole blocks of 64"),
+    "no heads": (changed(lambda part: {"q_row": part.q_row[:, 0]}), "give [1 or "),
+    "a low bound": (wrong(Sound, max_blocks_total=lambda *sizes: 1), "max_blocks_total is 1"),
+    "a bias of doubles": (with_span(bias=torch.zeros(1, 1, 64).double()), "in torch.float64; give [1 or "),
+    "keys without values": (with_span(key=SHORT), "has keys or values of its own alone"),
+    "own keys of another size": (
+        with_span(key=SHORT, value=SHORT),
+        "has keys or values of its own of [1, 1, 7, 3]; give [1 or ",
+    ),
 }
 """What is wrong -> the pattern, and words of the sentence that tells it."""
 
@@ -210,89 +160,47 @@ class Half(TokenPruner):
         return staying(layout, candidates(layout)[::2])
 
 
-class DropsText(Half):
-    """The first column of text goes too."""
+def keeping(change: Callable[[Tensor, TokenLayout], Tensor]) -> type:
+    """Other columns than `Half` keeps."""
 
-    def keep(self, signals: Any, layout: TokenLayout, *rest: Any) -> Tensor:
-        columns = super().keep(signals, layout, *rest)
-        return columns[~torch.isin(columns, (layout.modality[0] == TEXT).nonzero()[:1])]
+    def keep(self: Half, signals: Any, layout: TokenLayout, *rest: Any) -> Tensor:
+        return change(Half.keep(self, signals, layout, *rest), layout)
 
-
-class Backwards(Half):
-    """The last column comes first."""
-
-    def keep(self, signals: Any, layout: TokenLayout, *rest: Any) -> Tensor:
-        return super().keep(signals, layout, *rest).flip(0)
+    return wrong(Half, keep=keep)
 
 
-class TooFar(Half):
-    """A column behind the last."""
-
-    def keep(self, signals: Any, layout: TokenLayout, *rest: Any) -> Tensor:
-        return torch.arange(1, layout.length + 1)
-
-
-class AMask(Half):
-    """A mask for columns."""
-
-    def keep(self, signals: Any, layout: TokenLayout, *rest: Any) -> Tensor:
-        return torch.ones(layout.length, dtype=torch.bool)
-
-
-class Undeclared(Half):
+def of_hidden(self: Half, signals: Any, *rest: Any) -> Tensor:
     """Reads what it does not declare."""
-
-    def keep(self, signals: Any, layout: TokenLayout, *rest: Any) -> Tensor:
-        return super().keep(signals["hidden"], layout, *rest)
+    return Half.keep(self, signals["hidden"], *rest)
 
 
-class Misspelt(Half):
-    """A signal that there is not."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"hiden"})
-
-
-class Unread(Half):
-    """A need whose layers no stage names."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-
-
-class Unneeded(Half):
-    """A stage that reads what needs leaves out."""
-
-    at: ClassVar[Stage] = Stage(1, hidden=(1,))
-
-
-class Later(Half):
-    """A stage that reads a layer after it."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    at: ClassVar[Stage] = Stage(1, attention=((2,),))
-
-
-class BeforeTheLayers(Half):
-    """A cut between layers that is before them."""
-
-    at: ClassVar[Stage] = Stage(0)
-
-
-class VisionBetween(Half):
-    """Signals of the vision tower where none come."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"vision_key"})
-
-
+ATTENTION = frozenset({"attention"})
 PRUNE = {
-    "text": (DropsText, "drops columns that are not visual"),
-    "order": (Backwards, "do not ascend"),
-    "range": (TooFar, "a column that is not there"),
-    "a mask": (AMask, "torch.bool; give columns [n], long"),
-    "undeclared": (Undeclared, "keep reads 'hidden', which is not there; put it in needs"),
-    "misspelt": (Misspelt, "'hiden': did you mean 'hidden'?"),
-    "unread": (Unread, "needs has 'attention'; name the layers of it in a stage"),
-    "unneeded": (Unneeded, "a stage reads 'hidden'; put it in needs"),
-    "later": (Later, "the stage at layer 1 reads attention of layer 2; give layers from 0 to 1."),
-    "before": (BeforeTheLayers, "a stage is at layer 0; give layers from 1 to"),
-    "vision": (VisionBetween, "needs has 'vision_key', which stage 'layer' is not given"),
+    "text": (
+        keeping(lambda kept, layout: kept[~torch.isin(kept, (layout.modality[0] == TEXT).nonzero()[:1])]),
+        "drops columns that are not visual",
+    ),
+    "order": (keeping(lambda kept, layout: kept.flip(0)), "do not ascend"),
+    "range": (keeping(lambda kept, layout: torch.arange(1, layout.length + 1)), "a column that is not there"),
+    "a mask": (
+        keeping(lambda kept, layout: torch.ones(layout.length, dtype=torch.bool)),
+        "torch.bool; give columns [n], long",
+    ),
+    "undeclared": (
+        wrong(Half, keep=of_hidden),
+        "keep reads 'hidden', which is not there; put it in needs",
+    ),
+    "misspelt": (wrong(Half, needs=frozenset({"hiden"})), "'hiden': did you mean 'hidden'?"),
+    "unread": (wrong(Half, needs=ATTENTION), "needs has 'attention'; name the layers of it in a stage"),
+    "unneeded": (wrong(Half, at=Stage(1, hidden=(1,))), "a stage reads 'hidden'; put it in needs"),
+    "later": (
+        wrong(Half, needs=ATTENTION, at=Stage(1, attention=((2,),))),
+        "the stage at layer 1 reads attention of layer 2; give layers from 0 to 1.",
+    ),
+    "before": (wrong(Half, at=Stage(0)), "a stage is at layer 0; give layers from 1 to"),
+    "vision": (
+        wrong(Half, needs=frozenset({"vision_key"})),
+        "needs has 'vision_key', which stage 'layer' is not given",
+    ),
 }
+"""What is wrong -> the pruner, and words of the sentence that tells it."""

@@ -13,6 +13,8 @@ from mmaccel.policies.draft.prompt_lookup import PromptLookup
 from mmaccel.policies.kv import StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.full import Full, FullStream
 
+from .faulty import wrong
+
 
 class _Patched(Full):
     """A sound memory of which one method is replaced."""
@@ -24,24 +26,6 @@ class _Patched(Full):
         for name, method in self.wrong.items():
             object.__setattr__(state, name, lambda *told, method=method: method(state, *told))
         return state
-
-
-class Miscounts(_Patched):
-    """One column too many."""
-
-    wrong: ClassVar = {"length": lambda state: type(state).length(state) + 1}
-
-
-class Reverses(_Patched):
-    """Beams in another order."""
-
-    wrong: ClassVar = {"reorder": lambda state, rows: type(state).reorder(state, rows.flip(0))}
-
-
-class TakesAnything(_Patched):
-    """A cut to more columns than there are is taken."""
-
-    wrong: ClassVar = {"truncate": lambda state, n: type(state).truncate(state, n) if n < 1000 else None}
 
 
 class _Streams(WindowedPolicy):
@@ -58,23 +42,6 @@ class _Remembers(StreamMemory):
     def question_scope(self) -> Any:
         self.local += 1
         return super().question_scope()
-
-
-class Remembers(_Streams):
-    """A question is seen by the next one."""
-
-    state: ClassVar[type] = _Remembers
-
-
-class _OneWay(StreamMemory):
-    def restore(self, mark: Any) -> None:
-        pass
-
-
-class OneWay(_Streams):
-    """There is no way back."""
-
-    state: ClassVar[type] = _OneWay
 
 
 class _Forgets(StreamMemory):
@@ -96,17 +63,6 @@ class Forgets(_Streams):
         return state
 
 
-class _Mislays(StreamMemory):
-    def _layout(self, columns: int, few: int = 0) -> Any:
-        return super()._layout(columns - 1, few)
-
-
-class Mislays(_Streams):
-    """The layout of what a question sees lacks a column."""
-
-    state: ClassVar[type] = _Mislays
-
-
 class _Lends(FullStream):
     def snapshot(self, *given: Any) -> Any:
         taken: Any = super().snapshot(*given)
@@ -114,22 +70,41 @@ class _Lends(FullStream):
         return taken
 
 
-class Lends(Full):
-    """What comes while an answer lasts is written over its columns."""
-
-    def stream(self, *given: Any) -> Any:
-        return _Lends(*given)
+def _one_column_less(state: StreamMemory, columns: int, few: int = 0) -> Any:
+    return StreamMemory._layout(state, columns - 1, few)
 
 
 MEMORIES = {
-    "length": (Miscounts, "length is 1 and held 0 when it is opened"),
-    "beams": (Reverses, "reorder([1, 1, 0]) gives other rows"),
-    "cuts": (TakesAnything, "truncate(1000) of fewer columns is taken; raise ModelError."),
-    "a trace": (Remembers, "a question leaves a trace"),
-    "no way back": (OneWay, "after restore there are 122 units"),
+    "length": (
+        wrong(_Patched, wrong={"length": lambda state: type(state).length(state) + 1}),
+        "length is 1 and held 0 when it is opened",
+    ),
+    "beams": (
+        wrong(_Patched, wrong={"reorder": lambda state, rows: type(state).reorder(state, rows.flip(0))}),
+        "reorder([1, 1, 0]) gives other rows",
+    ),
+    "cuts": (
+        wrong(
+            _Patched,
+            wrong={"truncate": lambda state, n: type(state).truncate(state, n) if n < 1000 else None},
+        ),
+        "truncate(1000) of fewer columns is taken; raise ModelError.",
+    ),
+    "a trace": (wrong(_Streams, state=_Remembers), "a question leaves a trace"),
+    "no way back": (
+        wrong(_Streams, state=wrong(StreamMemory, restore=lambda state, mark: None)),
+        "after restore there are 122 units",
+    ),
     "units": (Forgets, "units is "),
-    "a snapshot": (Lends, "units that come change an answer that has begun"),
-    "a layout": (Mislays, "the layout of a view is not of its columns"),
+    # What comes while an answer lasts is written over its columns.
+    "a snapshot": (
+        wrong(Full, stream=lambda policy, *given: _Lends(*given)),
+        "units that come change an answer that has begun",
+    ),
+    "a layout": (
+        wrong(_Streams, state=wrong(StreamMemory, _layout=_one_column_less)),
+        "the layout of a view is not of its columns",
+    ),
 }
 """What is wrong -> the memory, and words of the sentence that tells it."""
 
@@ -155,33 +130,13 @@ class Raises(DraftStrategy):
         return _Raises()
 
 
-class _Floats(_Raises):
-    def propose(self) -> Proposal:
-        return Proposal(torch.ones(2))
-
-
-class Floats(Raises):
-    """Its proposals are no token ids."""
-
-    def open(self, target: Any) -> DraftState:
-        return _Floats()
-
-
-class Undeclared(PromptLookup):
-    """It looks back, and needs does not say so."""
-
-    needs: ClassVar[frozenset[str]] = frozenset()
-
-
-class TooLittle(PromptLookup):
-    """It proposes more than it says it rolls back."""
-
-    max_rollback: ClassVar[int] = 2  # type: ignore[assignment]
-
-
 DRAFTS = {
     "an error": (Raises, "it fails with KeyError: 'nothing'; fix it."),
-    "floats": (Floats, "Proposal.ids must be [n] long"),
-    "undeclared": (Undeclared, "name 'rollback' in needs"),
-    "too little": (TooLittle, "tokens were proposed and max_rollback is 2"),
+    "floats": (
+        wrong(Raises, open=lambda draft, target: wrong(_Raises, propose=lambda _: Proposal(torch.ones(2)))()),
+        "Proposal.ids must be [n] long",
+    ),
+    "undeclared": (wrong(PromptLookup, needs=frozenset()), "name 'rollback' in needs"),
+    "too little": (wrong(PromptLookup, max_rollback=2), "tokens were proposed and max_rollback is 2"),
 }
+"""What is wrong -> the draft, and words of the sentence that tells it."""

@@ -27,7 +27,7 @@ PIECES = [("text", 12), ("video", 20), ("text", 40), ("video", 20), ("text", 9)]
 PAIRS = Settings(cost="pairs", block=16)
 
 
-@pytest.fixture(scope="module", params=sorted(BUILD))
+@pytest.fixture(scope="module", params=["qwen", pytest.param("llava", marks=pytest.mark.slow)])
 def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path, dict[str, Any]]:
     """A searched model of a family: (family, model, file, table)."""
     model = BUILD[request.param](layers=2)

@@ -49,6 +49,13 @@ class Own(NamedTuple):
     cosine: bool
 
 
+class Words(NamedTuple):
+    """Queries `rows` [R, n, d] float32 of a question, the first `number` [1] of them its words'; see above."""
+
+    rows: Tensor
+    number: Tensor
+
+
 class Late(NamedTuple):
     """The last `entries` entries of a stream of `units` [1] units, on the device, of `parts` each."""
 
@@ -73,6 +80,27 @@ def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     if cosine:
         score = score / (key.norm(dim=-1) * query.norm(dim=-1, keepdim=True)).clamp_min(1e-12)
     return score
+
+
+@operator("stream", serves=_few)
+def scored_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Tensor:
+    """[R, C] float32: how far keys [R, C, d] are above others for the word that singles them out.
+
+    The scores of a word have mean 0 and variance 1 over clusters of `size` [R, C] above 0; a cluster has that of its best
+    word, less the mean over all words and one more that scores 0 everywhere (so that one word alone counts): what any
+    question finds. So what many words agree on does not outweigh what one is about, as it does in a mean query.
+    """
+    key = key.float()
+    score = key @ words.rows.mT
+    if cosine:
+        score = score / key.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    here = (size > 0)[..., None]
+    share = here / here.sum(1, keepdim=True).clamp_min(1)
+    score = score - (score * share).sum(1, keepdim=True)
+    score = score * (score.square() * share).sum(1, keepdim=True).clamp_min(1e-12).rsqrt()
+    inside = torch.arange(score.shape[2], device=score.device) < words.number
+    best = score.masked_fill(~inside, -torch.inf).amax(2)
+    return best - score.masked_fill(~inside, 0.0).sum(2) / (words.number + 1)
 
 
 @operator("stream", serves=_few)
@@ -187,6 +215,11 @@ def mean(rows: Tensor, count: Tensor | None) -> Tensor:
         return rows.float().mean(-2)
     inside = torch.arange(rows.shape[-2], device=rows.device)[:, None] < count
     return torch.where(inside, rows.float(), 0.0).sum(-2) / count
+
+
+def by_word(rows: Tensor, groups: int) -> Tensor:
+    """[n, G * D] float32 of rows [H, n, D]: the H / G heads of a group summed. In plain PyTorch."""
+    return rows.view(groups, -1, *rows.shape[1:]).sum(1, dtype=torch.float32).transpose(0, 1).flatten(1)
 
 
 @operator("stream", serves=runs_triton_in_float32)

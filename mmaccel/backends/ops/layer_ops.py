@@ -35,9 +35,10 @@ def fusible(x: Tensor, *rest: object) -> bool:
     "pointwise", serves=fusible, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., E]: the rows of x over their root mean square in float32, rounded, times weight [E]."""
+    """[..., E]: the rows of x over their root mean square in float32, rounded, times weight [E], which may be float32."""
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (weight * normed).to(x.dtype)
 
 
 @operator("pointwise", serves=fusible, mutates=("gate",), fake=lambda: None)
@@ -204,7 +205,7 @@ def pass_rows(
     linear in the normed rows is the same of `gained`, over the root of mean and eps.
     """
     out = project_rows.plain(x, [weight], bias, residual=residual)
-    return out, out * gain, out.float().pow(2).sum(-1, keepdim=True)
+    return out, (out * gain).to(out.dtype), out.float().pow(2).sum(-1, keepdim=True)
 
 
 def _enter_shape(x: Tensor, weight: Sequence[Tensor], columns: Tensor, key: Tensor) -> Tensor:

@@ -66,6 +66,40 @@ def _product(key, query, COSINE: tl.constexpr):
     return found
 
 
+@triton.jit(do_not_specialize=["C", "n"])
+def worded_kernel(
+    KEY, QUERY, OUT, C, n, key_r, key_c,
+    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """BLOCK keys of a layer against each of its n words."""
+    row = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DIM)
+    at = row * key_r + c.to(tl.int64)[:, None] * key_c + d[None, :]
+    key = tl.load(KEY + at, mask=(c < C)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    for word in range(0, n):
+        query = tl.load(QUERY + (row * n + word) * D + d, mask=d < D, other=0.0)
+        tl.store(OUT + (row * n + word) * C + c, _product(key, query, COSINE), mask=c < C)
+
+
+@triton.jit(do_not_specialize=["C", "n"])
+def singled_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
+    """All clusters of a layer, word after word."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    here = tl.load(SIZE + row * C + c, mask=c < C, other=0) > 0
+    count, some = tl.load(COUNT), tl.maximum(tl.sum(here.to(tl.float32), 0), 1.0)
+    best, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for word in range(0, n):
+        if word < count:
+            score = tl.load(SCORE + (row * n + word) * C + c, mask=c < C, other=0.0)
+            score -= tl.sum(tl.where(here, score, 0.0), 0) / some
+            spread = tl.sum(tl.where(here, score * score, 0.0), 0) / some
+            score /= tl.sqrt(tl.maximum(spread, 1e-12))
+            best, total = tl.maximum(best, score), total + score
+    tl.store(OUT + row * C + c, best - total / (count + 1), mask=c < C)
+
+
 @triton.jit(do_not_specialize=["V", "limit", "fewest"])
 def outside_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
     """BLOCK visual clusters of a layer."""
@@ -354,6 +388,21 @@ def scored(key, query, cosine):
             key, query.contiguous(), out, C, key.stride(0), key.stride(1),
             D=D, COSINE=cosine, BLOCK=CLUSTERS, DIM=triton.next_power_of_2(D), num_warps=4,
         )  # fmt: skip
+    return out
+
+
+def scored_by_words(key, words, size, cosine):
+    """[R, C] float32: how far keys are above others for the word that singles them out (`ops.clusters.scored_by_words`)."""
+    (R, C, D), n = key.shape, words.rows.shape[1]
+    out = torch.empty(R, C, device=key.device)
+    if C:
+        score = torch.empty(R, n, C, device=key.device)
+        worded_kernel[(triton.cdiv(C, CLUSTERS), R)](
+            key, words.rows.contiguous(), score, C, n, key.stride(0), key.stride(1),
+            D=D, COSINE=cosine, BLOCK=CLUSTERS, DIM=triton.next_power_of_2(D), num_warps=4,
+        )  # fmt: skip
+        block = triton.next_power_of_2(C)
+        singled_kernel[(R,)](score, size.contiguous(), words.number, out, C, n, BLOCK=block, num_warps=8)
     return out
 
 

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from mmaccel.core.adapter import Branches, Columns, ModelView, Runner
 from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.decoding.watching import DraftStream, Watching
-from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.errors import DraftError
 from mmaccel.core.prefill.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
 
@@ -217,11 +217,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     active: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    in_batches: str = "measured"
-
-    def __post_init__(self) -> None:
-        if self.in_batches not in ("measured", "always", "never"):
-            raise RecipeError(f"{self.name}.in_batches: {self.in_batches!r}; give measured, always or never.")
+    in_batches: Literal["measured", "always", "never"] = "measured"
 
     @property
     def max_rollback(self) -> int:

@@ -16,15 +16,8 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.frames import FrameMemory
-from mmaccel.core.memory.kv import (
-    CacheSlot,
-    KVView,
-    Seen,
-    Stream,
-    StreamPass,
-    StreamPolicy,
-    StreamState,
-)
+from mmaccel.core.memory.kv import Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.relay import relay
 
 SPLIT = "split.json"
 """In the folder of a saved memory: how many layers each device had."""
@@ -101,6 +94,20 @@ def load_stream(state: StreamState, path: Path) -> None:
     state.load(path)
 
 
+def _of_layer(split: SplitState, name: str, layer: int, *given: Any) -> Any:
+    state, own = split._of[layer]
+    return getattr(state, name)(own, *given)
+
+
+def _each(split: SplitState, name: str, *given: Any) -> None:
+    for state in split._states:
+        getattr(state, name)(*given)
+
+
+def _first(split: SplitState, name: str, *given: Any) -> Any:
+    return getattr(split._states[0], name)(*given)
+
+
 class SplitState(StreamState):
     """Memories of consecutive layers, each on the device of its layers, as one. All take in the same units.
 
@@ -124,51 +131,15 @@ class SplitState(StreamState):
         other._of = [(of[id(state)], layer) for state, layer in self._of]
         return other
 
-    def between(self, first: int, end: int) -> None:
-        """As of a `StreamState`, in each device's memory."""
-        for state in self._states:
-            state.between(first, end)
-
     @property
     def parts(self) -> bool:  # type: ignore[override]
         """Whether the memories of all devices let units come between two layers of a question."""
         return all(state.parts for state in self._states)
 
-    # One layer.
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        state, own = self._of[layer]
-        state.append(own, key, value)
-
-    def view(self, layer: int, query: Tensor) -> KVView:
-        state, own = self._of[layer]
-        return state.view(own, query)
-
-    def ahead(self, layer: int, hidden: Tensor) -> None:
-        state, own = self._of[layer]
-        state.ahead(own, hidden)
-
-    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        state, own = self._of[layer]
-        return state.write_slot(own, query)
-
-    def summaries(self, layer: int) -> int:
-        state, own = self._of[layer]
-        return state.summaries(own)
-
-    def seen(self, layer: int) -> Tensor | None:
-        state, own = self._of[layer]
-        return state.seen(own)
-
-    def seen_only(self, layer: int, columns: Tensor) -> None:
-        state, own = self._of[layer]
-        state.seen_only(own, columns)
-
-    def note_listed_rows(self, layer: int, rows: int) -> None:
-        state, own = self._of[layer]
-        state.note_listed_rows(own, rows)
-
-    # All layers.
+    append = view = ahead = write_slot = summaries = seen = seen_only = note_listed_rows = relay(_of_layer)
+    end_pass = begin_ingest = idle = set_query_fields = between = relay(_each)
+    accept = truncate = reset = relay(_each)
+    units = length = shown = waiting = relay(_first)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         for state, device in zip(self._states, self._devices, strict=True):
@@ -183,41 +154,13 @@ class SplitState(StreamState):
             look = None if look is None else look.to(device, non_blocking=True)
             state.begin_pass(replace(stream_pass, layout=layout, look=look))
 
-    def end_pass(self) -> None:
-        for state in self._states:
-            state.end_pass()
-
-    def begin_ingest(self) -> None:
-        for state in self._states:
-            state.begin_ingest()
-
-    def idle(self) -> None:
-        for state in self._states:
-            state.idle()
-
     def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
         return sorted({unit for state in self._states for unit in state.let_go(shown, pinned)})
-
-    def set_query_fields(self, policy: StreamPolicy) -> None:
-        for state in self._states:
-            state.set_query_fields(policy)
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
         # Each keeps the same features back.
         first, *_ = [state.merge(features) for state in self._states]
         return first
-
-    def accept(self, keep: int | Tensor) -> None:
-        for state in self._states:
-            state.accept(keep)
-
-    def truncate(self, length: int) -> None:
-        for state in self._states:
-            state.truncate(length)
-
-    def reset(self) -> None:
-        for state in self._states:
-            state.reset()
 
     def close(self) -> None:
         with ExitStack() as stack:
@@ -248,14 +191,6 @@ class SplitState(StreamState):
         for number, state in enumerate(self._states):
             state.load(Path(path) / f"part-{number}")
 
-    # What is told of all.
-
-    def units(self) -> int:
-        return self._states[0].units()
-
-    def length(self) -> int:
-        return self._states[0].length()
-
     def held_columns(self) -> int:
         return max(state.held_columns() for state in self._states)
 
@@ -266,12 +201,6 @@ class SplitState(StreamState):
         for state in self._states:
             count = state.fit(first, count)
         return count
-
-    def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
-        return self._states[0].shown(stream_pass)
-
-    def waiting(self) -> Tensor | None:
-        return self._states[0].waiting()
 
     def evidence(self) -> dict[int, Seen]:
         """The mean over layers; of what reached the answer (`Seen.score`) too, for each part follows it on its own."""

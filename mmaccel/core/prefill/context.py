@@ -25,6 +25,7 @@ from mmaccel.backends.ops.block_attend import BlockLists, lse_dtype, remember
 from mmaccel.backends.select import Choice
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import KVState, KVView
+from mmaccel.core.memory.relay import relay
 from mmaccel.core.prefill.attention import MIN_ROWS, PASS, ForwardPass
 from mmaccel.core.prefill.plan import AttentionPlan, head_runs, numbered
 from mmaccel.core.prefill.sparse import MERGED, attend_plan, window_plan
@@ -157,9 +158,9 @@ class SharedState(KVState):
         if layer == 0:
             self.pieces.append(self.coming)
 
-    def view(self, layer: int, query: Tensor) -> KVView:
-        """The cache columns that this process holds."""
-        return self.memory.view(layer, query)
+    view = held_columns = nbytes = reorder = relay(
+        lambda self, name, *given: getattr(self.memory, name)(*given)
+    )
 
     def whole(self, layer: int, query: Tensor) -> KVView:
         """All columns, in order, from all processes."""
@@ -178,12 +179,6 @@ class SharedState(KVState):
     def length(self) -> int:
         return sum(map(sum, self.pieces))
 
-    def held_columns(self) -> int:
-        return self.memory.held_columns()
-
-    def nbytes(self) -> int:
-        return self.memory.nbytes()
-
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("context_mesh: tokens to verify have no place in a shared memory; leave draft out.")
 
@@ -201,9 +196,6 @@ class SharedState(KVState):
     def reset(self) -> None:
         self.memory.reset()
         self.pieces = []
-
-    def reorder(self, rows: Tensor) -> None:
-        self.memory.reorder(rows)
 
 
 @dataclass(frozen=True, eq=False)

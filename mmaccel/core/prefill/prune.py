@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, UnknownName, check_choice, shown, warn
+from mmaccel.core.errors import SHARE, RecipeError, UnknownName, limited, one_of, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import Policy
@@ -187,10 +187,7 @@ class QuotaPruner(TokenPruner):
     retention  the share of the candidates that stays, rounded down to a whole token
     """
 
-    retention: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_share(self.name, "retention", self.retention)
+    retention: float = limited(0.1, SHARE)
 
     @abstractmethod
     def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
@@ -221,7 +218,7 @@ def checked_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
     for name in pruner.needs:
         if name not in SIGNALS:
             raise UnknownName(f"signal in needs of {who}", str(name), SIGNALS)
-    check_choice(who, "stage", pruner.stage, ("frames", "layer", "draft"))
+    one_of("frames", "layer", "draft").check(who, "stage", pruner.stage)
     layers = [stage.layer for stage in stages]
     if not layers or layers != sorted(set(layers)) or (pruner.stage != "layer" and len(layers) > 1):
         many = "one stage or more, by layer, ascending" if pruner.stage == "layer" else "one stage"
@@ -281,12 +278,6 @@ def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -
     if any(wrong):
         raise RecipeError(f"{who} {messages[wrong.index(True)]}.")
     return columns
-
-
-def check_share(who: str, field: str, value: object, *, least: float = 0.0) -> None:
-    """Raise `RecipeError` unless `value` is a share between `least` and 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1:
-        raise RecipeError(f"{who}: {field} is {shown(value)}; give a share from {least:g} to 1.")
 
 
 def quota(share: float, count: int) -> int:

@@ -19,8 +19,13 @@ from mmaccel.backends.ops.dense_attend import paid
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState, grow_buffer
+from mmaccel.core.memory.relay import relay
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, thin
 from mmaccel.core.report import Meter
+
+
+def _own(around: AroundMemory, name: str, *given: Any) -> Any:
+    return getattr(around.state, name)(*given)
 
 
 class AroundMemory(StreamState):
@@ -44,61 +49,15 @@ class AroundMemory(StreamState):
         self._pass, self._tail = stream_pass, self.state.length() - self._start + stream_pass.rows
         self.state.begin_pass(stream_pass)
 
-    def view(self, layer: int, query: Tensor) -> KVView:
-        return self.state.view(layer, query)
-
-    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        return self.state.write_slot(layer, query)
-
-    def summaries(self, layer: int) -> int:
-        return self.state.summaries(layer)
-
-    def seen(self, layer: int) -> Tensor | None:
-        return self.state.seen(layer)
-
-    def seen_only(self, layer: int, columns: Tensor) -> None:
-        self.state.seen_only(layer, columns)
-
-    def note_listed_rows(self, layer: int, rows: int) -> None:
-        self.state.note_listed_rows(layer, rows)
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self.state.append(layer, key, value)
-
-    def ahead(self, layer: int, hidden: Tensor) -> None:
-        self.state.ahead(layer, hidden)
-
-    def end_pass(self) -> None:
-        self.state.end_pass()
-
-    def accept(self, keep: int | Tensor) -> None:
-        self.state.accept(keep)
-
-    def truncate(self, length: int) -> None:
-        self.state.truncate(length)
+    view = write_slot = summaries = seen = seen_only = note_listed_rows = append = ahead = end_pass = relay(
+        _own
+    )
+    accept = truncate = length = held_columns = units = reset = checkpoint = restore = relay(_own)
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:
         with self.state.question_scope():
             yield
-
-    def length(self) -> int:
-        return self.state.length()
-
-    def held_columns(self) -> int:
-        return self.state.held_columns()
-
-    def units(self) -> int:
-        return self.state.units()
-
-    def reset(self) -> None:
-        self.state.reset()
-
-    def checkpoint(self) -> Any:
-        return self.state.checkpoint()
-
-    def restore(self, mark: Any) -> None:
-        self.state.restore(mark)
 
     def _shown(self, layer: int, view: KVView, base: int) -> KVView:
         """Of a view the columns that `layer` shows, and the rows of question and answer as the memory has them now."""

@@ -79,6 +79,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
             cls.plan_of = SparsePattern.plan_of  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 16 <= self.block <= BLOCK or self.block & (self.block - 1):
             raise RecipeError(f"{self.name}: block is {self.block}; give a power of two from 16 to {BLOCK}.")
         for each in fields(self):
@@ -251,16 +252,24 @@ def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
         return select.Choice(select.choose(device), "the recipe is dense and lists no block")
     dtype = next(view.model.parameters()).dtype
     pattern = recipe.sparse.at(0)
+    label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
+    shape = measure.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
+    plan = planner(pattern, shape, device)
+    return select.decide(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
+
+
+def planner(
+    pattern: Any, shape: measure.Shape, device: torch.device
+) -> Callable[[int], Callable[[], object]]:
+    """What makes, of a number of tokens, a call that plans a layer of so many: what `measured_costs` times."""
 
     def plan(n: int) -> Callable[[], object]:
         place = torch.arange(n, device=device)[None]
         layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // FRAME)
-        query = torch.randn(1, sizes.heads, n, sizes.head_dim, device=device).to(dtype)
-        return lambda: pattern.plan(query, query[:, : sizes.kv_heads], layout, layout)
+        query = torch.randn(1, shape.heads, n, shape.size, device=device).to(shape.dtype)
+        return lambda: pattern.plan(query, query[:, : shape.groups], layout, layout)
 
-    label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
-    shape = measure.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
-    return select.decide(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
+    return plan
 
 
 @lru_cache(64)

@@ -299,7 +299,7 @@ class QuestionRunner(Runner):
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
-        self.adapter.ready(self.state)
+        self.adapter.ready(self.state, self.running)
         return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:

@@ -37,8 +37,6 @@ from mmaccel.policies.draft._remote_stream import (
     END,
     GREEDY,
     KEEP,
-    TAKE,
-    WATCH,
     WRITE,
     WROTE,
     RemoteDraftStream,
@@ -272,7 +270,7 @@ def serve_decoder(
         elif message.kind == END:
             waiting.pop(number, None)
             writers.pop(number, None)
-        elif message.kind in (WATCH, TAKE, CALL):
+        elif message.kind == CALL:
             served.hear(message)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,15 +11,17 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.watching import DraftStream, Heard, Watching
-from mmaccel.core.decoding.worker import OWN, Message, Wire, Worker, beating
+from mmaccel.core.decoding.worker import OWN, Blob, Message, Wire, Worker, beating
 from mmaccel.core.errors import DraftError
+from mmaccel.core.memory.relay import relay
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 
-BEGIN, KEEP, WRITE, WROTE, END, GREEDY, WATCH, TAKE, CALL, DONE = range(OWN, OWN + 10)
+BEGIN, KEEP, WRITE, WROTE, END, GREEDY, CALL, DONE = range(OWN, OWN + 8)
 WAIT_S = 1.0
 """Seconds between two looks at the process while it is waited for."""
 
@@ -52,21 +53,13 @@ class RemoteDraftStream(DraftStream, WireEnd):
     def __init__(self, worker: Worker, session: Watching) -> None:
         super().__init__(worker)
         self._open[self.number] = self
-        self._out = 0  # messages not answered yet
-        given = pickle.dumps((session.processor, session.kv, session.chunk, session.prune))
-        worker.send(WATCH, self.number, blob=[given])
-        self._out += 1
+        self._out = 0  # calls not answered yet
+        self._call("open", session.processor, session.kv, session.chunk, session.prune)
 
     def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         self.settle()
-        head = json.dumps([list(times), None if fps is None else float(fps), timed]).encode()
         own = frames.to("cpu", copy=True).contiguous()  # the caller's may change as soon as this returns
-        self._out += 1
-        self._worker.post(
-            TAKE,
-            *(self.number, len(head), *frames.shape),
-            blob=lambda: [head, own.view(-1).numpy().data],
-        )
+        self._call("take", own.numpy(), list(times), None if fps is None else float(fps), timed, later=True)
 
     def mark(self) -> bool:
         self._call("mark")
@@ -76,33 +69,34 @@ class RemoteDraftStream(DraftStream, WireEnd):
         self._call("back")
 
     def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
-        more = b""
         if heard is not None:
-            more = pickle.dumps(replace(heard, tokens=heard.tokens.cpu(), paid=heard.paid.cpu()))
-        self._call("ask", question, room, more=more)
+            heard = replace(heard, tokens=heard.tokens.cpu(), paid=heard.paid.cpu())
+        self._call("ask", question, room, heard)
 
-    def done(self) -> None:
-        self._call("done")
+    def _call(self, name: str, *given: Any, later: bool = False) -> None:
+        """Have the process call the method `name` of its stream; arrays travel as they are, `later` by a thread."""
+        self._out += 1
+        arrays: list[pickle.PickleBuffer] = []
+        call = pickle.dumps((name, given), protocol=5, buffer_callback=arrays.append)
+        numbers, blob = (CALL, self.number, len(call)), list[Blob]([call, *(one.raw() for one in arrays)])
+        if later:
+            self._worker.post(*numbers, blob=lambda: blob)
+        else:
+            self._worker.send(*numbers, blob=blob)
 
-    def idle(self) -> None:
-        self._call("idle")
+    done = idle = relay(_call)
 
     def save(self, folder: Path) -> None:
-        self._call("save", str(folder.resolve()))
+        self._call("save", folder.resolve())
         self.settle()
 
     def load(self, folder: Path) -> None:
-        self._call("load", str(folder.resolve()))
+        self._call("load", folder.resolve())
         self.settle()
 
     def close(self) -> None:
         if self._open.pop(self.number, None) is not None and self._worker.alive:
             self._call("close")
-
-    def _call(self, name: str, *given: Any, more: bytes = b"") -> None:
-        self._out += 1
-        call = json.dumps([name, *given]).encode()
-        self._worker.send(CALL, self.number, len(call), blob=[call, more] if more else [call])
 
     def settle(self) -> None:
         """Wait until the process has done all that it was asked for."""
@@ -127,36 +121,20 @@ class ServedStreams:
 
     def hear(self, message: Message) -> None:
         """Do what a message for a stream asks for, and say that it is done."""
-        number = message.numbers[0]
+        number, size = message.numbers
+        name, given = pickle.loads(message.blob[:size], buffers=[memoryview(message.blob)[size:]])
         with beating(self._wire):
-            if message.kind == WATCH:
+            if name == "open":
                 assert self._watch is not None
-                self.streams[number] = self._watch(*pickle.loads(message.blob))
-            elif message.kind == TAKE:
-                _, size, *shape = message.numbers
-                times, fps, timed = json.loads(message.blob[:size])
-                frames = torch.frombuffer(message.blob, dtype=torch.uint8, offset=size).view(shape)
-                self.streams[number].take(frames, times, fps, timed)
+                self.streams[number] = self._watch(*given)
+            elif name == "mark":
+                self._marks[number] = self.streams[number].mark()
+            elif name == "back":
+                self.streams[number].back(self._marks[number])
             else:
-                size = message.numbers[1]
-                more = message.blob[size:]
-                self._call(number, *json.loads(message.blob[:size]), *([pickle.loads(more)] if more else []))
+                given = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in given)
+                getattr(self.streams[number], name)(*given)
+            if name == "close":
+                del self.streams[number]
+                self._marks.pop(number, None)
         self._wire.send(DONE, number)
-
-    def _call(self, number: int, name: str, *given: Any) -> None:
-        stream = self.streams[number]
-        if name == "mark":
-            self._marks[number] = stream.mark()
-        elif name == "back":
-            stream.back(self._marks[number])
-        elif name in ("save", "load"):
-            (stream.save if name == "save" else stream.load)(Path(given[0]))
-        elif name == "ask":
-            stream.ask(*given)
-        elif name == "idle":
-            stream.idle()
-        elif name == "done":
-            stream.done()
-        else:
-            self.streams.pop(number).close()
-            self._marks.pop(number, None)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
 from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.decoding.worker import READY, Worker
-from mmaccel.core.errors import DraftError, RecipeError, check_choice, check_least
+from mmaccel.core.errors import DraftError, RecipeError, at_least, limited
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.policies.draft._conversation import IDS, check_text
@@ -78,26 +78,19 @@ class Parallel(PeerStrategy):
     service: ClassVar[str] = SERVICE
     unsharded: ClassVar[str | None] = "drafts by a clock, not by that of all processes"
 
-    window: int | None = None
-    most: int = 16
-    prune_when: str = "always"
+    window: int | None = limited(None, at_least(1, ", or null to have it measured"))
+    most: int = limited(16, at_least(1))
+    prune_when: Literal["always", "measured"] = "always"
     process: bool = True
     device: str | None = None
-    threads: int | None = None
+    threads: int | None = limited(None, at_least(1))
     start_s: float = 120.0
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window is not None and self.window < 1:
-            raise RecipeError(
-                f"parallel: window is {self.window}; give at least 1, or null to have it measured."
-            )
-        check_least(self, 1, "most")
-        check_choice("parallel", "prune_when", self.prune_when, ("always", "measured"))
         if self.prune_when == "measured" and self.prune is None:
             raise RecipeError("parallel: prune_when is 'measured' and prune is null; give a pruner.")
-        check_least(self, 1, "threads")
         if self.start_s <= 0 or self.timeout_s <= 0:
             raise RecipeError("parallel: start_s and timeout_s are seconds; give more than 0.")
         if self.process and not isinstance(self.model, str):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Proposal
-from mmaccel.core.errors import check_least
+from mmaccel.core.errors import at_least, limited
 from mmaccel.core.registry import register
 
 
@@ -29,12 +29,8 @@ class PromptLookup(DraftStrategy):
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
 
-    window: int = 8
-    ngram: int = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 1, "window", "ngram")
+    window: int = limited(8, at_least(1))
+    ngram: int = limited(3, at_least(1))
 
     @property
     def max_rollback(self) -> int:

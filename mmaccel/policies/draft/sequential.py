@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import Drafting, DraftState, DraftStep, Prompt, Proposal, alone, draw
-from mmaccel.core.errors import RecipeError, check_least, shown
+from mmaccel.core.errors import at_least, between, limited
 from mmaccel.core.registry import register
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
 
@@ -36,16 +36,8 @@ class Sequential(PeerStrategy):
     kv      the memory of the draft's own stream, in a session; null: one like the target's
     """
 
-    window: int = 5
-    confidence: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 1, "window")
-        if isinstance(self.confidence, bool) or not 0 <= self.confidence <= 1:
-            raise RecipeError(
-                f"{self.name}: confidence is {shown(self.confidence)}; give a probability, 0 to 1."
-            )
+    window: int = limited(5, at_least(1))
+    confidence: float = limited(0.0, between(0, 1, "a probability, 0 to 1"))
 
     @property
     def max_rollback(self) -> int:

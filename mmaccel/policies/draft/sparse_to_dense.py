@@ -13,7 +13,7 @@ from torch import Tensor
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Proposal
-from mmaccel.core.errors import DraftError, ModelError, RecipeError, check_least, shown
+from mmaccel.core.errors import SHARE, DraftError, Limit, ModelError, at_least, limited
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.memory.kv import KVState, KVView
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -39,16 +39,10 @@ class SparseToDense(DraftStrategy):
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback", "memory"})
 
-    window: int = 9
-    retention: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 1, "window")
-        if isinstance(self.retention, bool) or not 0 < self.retention <= 1:
-            raise RecipeError(
-                f"sparse_to_dense: retention is {shown(self.retention)}; give a share above 0, at most 1."
-            )
+    window: int = limited(9, at_least(1))
+    retention: float = limited(
+        0.1, Limit(lambda share: share > 0 and SHARE.fits(share), "a share above 0, at most 1")
+    )
 
     @property
     def max_rollback(self) -> int:

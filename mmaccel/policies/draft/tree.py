@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.decoding.draft import DraftState, Proposal
-from mmaccel.core.errors import RecipeError, check_choice, check_least
+from mmaccel.core.errors import RecipeError, at_least, limited
 from mmaccel.core.registry import register
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
 
@@ -45,15 +45,13 @@ class Tree(PeerStrategy):
 
     needs: ClassVar[frozenset[str]] = PeerStrategy.needs | {"branches"}
 
-    shape: str = "static"
-    depth: int = 5
-    width: int = 4
-    nodes: int = 25
+    shape: Literal["static", "dynamic"] = "static"
+    depth: int = limited(5, at_least(1))
+    width: int = limited(4, at_least(1))
+    nodes: int = limited(25, at_least(1))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("tree", "shape", self.shape, ("static", "dynamic"))
-        check_least(self, 1, "depth", "width", "nodes")
         if self.nodes < self.depth:
             raise RecipeError(
                 f"tree: nodes is {self.nodes} for a depth of {self.depth}; give at least a node a level."

@@ -11,14 +11,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
-from mmaccel.core.errors import RecipeError, check_choice, check_least, shown, warn
+from mmaccel.core.errors import Limit, RecipeError, at_least, limited, shown, warn
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.core.registry import with_base_dir
@@ -68,21 +68,14 @@ class HostPolicy(StreamPolicy):
     folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
     """
 
-    spills: ClassVar[tuple[Spill, ...]] = get_args(Spill)
-
-    host_bytes: int | None = None
-    process_bytes: int | None = None
+    host_bytes: int | None = limited(None, at_least(0))
+    process_bytes: int | None = limited(None, at_least(0))
     spill: Spill = "refuse"
     folder: str | None = None
 
     @classmethod
     def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
         return with_base_dir(fields, folder, "folder")
-
-    def __post_init__(self) -> None:
-        check_least(self, 0, "host_bytes", "process_bytes")
-        why = "" if "drop_oldest" in self.spills else ", for it keeps everything"
-        check_choice(self.name, "spill", self.spill, self.spills, why)
 
     def for_layers(self, share: float) -> StreamPolicy:
         return self if self.host_bytes is None else replace(self, host_bytes=int(self.host_bytes * share))
@@ -125,14 +118,16 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
         "copies": Former("coalesced", "the store brings frames by its best way", speed=("frame",)),
     }
 
-    frames: int = 64
+    frames: int = limited(64, at_least(1))
     index: Any
-    encode_frames: int = 0
+    encode_frames: int = limited(0, at_least(0))
     encode_by: Literal["pass", "frame"] = "pass"
-    reps: int | None = 0
-    cache: int = 0
+    reps: int | None = limited(0, at_least(0))
+    cache: int = limited(0, at_least(0))
     prefetch: Prefetch = "off"
-    keep_seconds: float | None = None
+    keep_seconds: float | None = limited(
+        None, Limit(lambda seconds: 0 < seconds < math.inf, "a positive number of seconds")
+    )
     thin: bool = False
 
     @classmethod
@@ -171,20 +166,12 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        HostPolicy.__post_init__(self)
         object.__setattr__(self, "index", built("index", self.index, f"{self.name}: index"))
         if not isinstance(self.index, IndexPolicy):
             raise RecipeError(
                 f"{self.name}: index is {shown(self.index)}; give a name, or a mapping with a name."
             )
-        check_least(self, 1, "frames")
-        check_choice(self.name, "encode_by", self.encode_by, ("pass", "frame"))
-        check_choice(self.name, "prefetch", self.prefetch, get_args(Prefetch))
-        check_least(self, 0, "encode_frames", "reps", "cache")
-        keep = self.keep_seconds
-        if keep is not None and not 0 < keep < math.inf:
-            raise RecipeError(f"{self.name}: keep_seconds is {keep}; give a positive number of seconds.")
-        if self.thin and keep is None:
+        if self.thin and self.keep_seconds is None:
             raise RecipeError(f"{self.name}: thin has no effect without keep_seconds; give it too.")
 
     def outdated(self, unit: int, age: float) -> bool:

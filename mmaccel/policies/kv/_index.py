@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.errors import RecipeError, check_choice
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import UnitRows
 from mmaccel.core.memory.kv import Stream, grow_buffer
@@ -38,7 +38,9 @@ SPARE = 0.25
 class IndexPolicy(Policy, ABC):
     """The choice of an index, as a part of a memory: ``index: {name: clusters, visual: 8}``.
 
-    similarity  of a representative key to a mean query: "dot" or "cosine"
+    similarity  of a representative key to a query: "dot" or "cosine"
+    ask_by      what a question searches by: the "mean" query of its words, or its "words", each for itself
+                (`clusters.scored_by_words`); passes of the stream search by their mean query
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -48,9 +50,10 @@ class IndexPolicy(Policy, ABC):
     """What `Index` says makes it, of this policy."""
 
     similarity: Literal["dot", "cosine"] = "dot"
+    ask_by: Literal["mean", "words"] = "mean"
 
     def __post_init__(self) -> None:
-        check_choice(self.name, "similarity", self.similarity, ("dot", "cosine"))
+        super().__post_init__()
         if not hasattr(self, "opens"):
             raise RecipeError(
                 f"{self.name}: the index opens nothing; set opens, a class variable, to its `Index`."
@@ -126,6 +129,7 @@ class Index(ABC):
     ) -> None:
         self.layers, self.device, self.geometry, self.summaries = geometry.layers, device, geometry, summaries
         self.cosine, self._tokens, self._window = policy.similarity == "cosine", stream.unit, window
+        self.by_words = policy.ask_by == "words"
         layers, width, dtype = geometry.layers, geometry.kv_heads * geometry.head_dim, stream.dtype
         self.key = torch.zeros(layers, 0, width, dtype=dtype, device=device)
         self.value = torch.zeros(layers, 0, width * summaries, dtype=dtype, device=device)
@@ -215,10 +219,11 @@ class Index(ABC):
         return self.search_ahead(layer, query[None], budget, 0)[0]
 
     def search_ahead(
-        self, layer: int, queries: Tensor, budget: int, ahead: int, late: clusters.Late | None = None
+        self, layer: int, queries: Tensor, budget: int, ahead: int, late: Any = None, words: Any = None
     ) -> tuple[Found, Tensor | None]:
         """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` units: of the last
-        cluster the oldest ones; -1 where there are no more. After `prepare`. `late` follow what is found."""
+        cluster the oldest ones; -1 where there are no more. After `prepare`. Clusters are scored by `words`, of type
+        `clusters.Words`, if given; `late`, a `clusters.Late`, follow what is found."""
         now, rows = self._now, slice(layer, layer + len(queries))
         if len(now.entries) <= budget:
             entries, scores = now.entries, clusters.scored(self.key[rows], queries, self.cosine)
@@ -227,7 +232,7 @@ class Index(ABC):
             if late is not None:
                 entries = torch.cat([entries, late.numbers()])
         else:
-            scores, before = self._candidates(rows, queries, budget)
+            scores, before = self._candidates(rows, queries, budget, words)
             own = clusters.Own(*self._own_keys(layer), queries[0], self.cosine)
             owner, within, flat, first, size = (one[rows] for one in now.lists[:5])
             lists = clusters.Lists(owner, within, flat, first, size, now.lists.largest)
@@ -239,11 +244,19 @@ class Index(ABC):
             picked = before[0] < budget
         return Found(entries, picked if now.ready else picked[:0], scores[0]), coming
 
-    def _candidates(self, rows: slice, queries: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    def _candidates(
+        self, rows: slice, queries: Tensor, budget: int, words: clusters.Words | None
+    ) -> tuple[Tensor, Tensor]:
         """[R, C] scores of the clusters that may be retrieved, -inf elsewhere; how many units are in the clusters before
         each."""
-        scores = clusters.scored(self.key[rows], queries, self.cosine)
-        return clusters.ordered(scores, self._now.lists.size[rows], None, None)
+        size = self._now.lists.size[rows]
+        return clusters.ordered(self._scored(self.key[rows], queries, size, words), size, None, None)
+
+    def _scored(self, key: Tensor, queries: Tensor, size: Tensor, words: clusters.Words | None) -> Tensor:
+        """[R, C] scores of clusters of `size` [R, C] with keys [R, C, d]."""
+        if words is None:
+            return clusters.scored(key, queries, self.cosine)
+        return clusters.scored_by_words(key, words, size, self.cosine)
 
     @abstractmethod
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:

@@ -238,20 +238,18 @@ class ArchivedMemory(StreamMemory):
             self.prediction.entered(layer)
 
         def choose() -> tuple[Tensor, ...]:
-            predicted = None
-            if hidden is not None:
-                entering = self.prediction.next(layer, hidden, numbers[:1])
-                if not last:
-                    # A mean goes through the projection as its rows do.
-                    predicted = clusters.folded(self._model.norm(layer + 1, entering), numbers[:1], 1)
-            later = mean = self._folded(query, numbers[:1])
-            if predicted is not None:
-                rows = predicted[None, None].to(self.stream.dtype)
-                later = self._folded(self._model.query(layer + 1, rows)[0])
-            # Without a guess too: what else is computed beside it may change the last bit of a score.
-            queries = mean[None] if last else torch.stack([mean, later])
+            entering = None if hidden is None else self.prediction.next(layer, hidden, numbers[:1])
+            asked, words, model = [query], None, self._model
+            if not last:
+                # Without a guess too: what else is computed beside it may change the last bit of a score.
+                coming = None if entering is None else model.norm(layer + 1, entering)
+                asked.append(query if coming is None else model.query(layer + 1, coming)[0])
+            queries = torch.stack([self._folded(one, numbers[:1]) for one in asked])
+            if self.index.by_words:
+                rows = torch.stack([clusters.by_word(one, self.geometry.kv_heads) for one in asked])
+                words = clusters.Words(rows, numbers[:1])
             late = clusters.Late(numbers[1:2], 1, more)
-            found, ahead = self.index.search_ahead(layer, queries, budget, 0 if last else wide, late)
+            found, ahead = self.index.search_ahead(layer, queries, budget, 0 if last else wide, late, words)
             made = list[Tensor]()
             if coded:
                 made.append(self.prefetcher.codes(layer, found.entries))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, check_choice, check_least
+from mmaccel.core.errors import ModelError, at_least, limited
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import MARGIN, KVView, Stream, StreamPass, StreamPolicy, grow_buffer
 from mmaccel.policies.kv._window import Asked, Look, Pair, attention, mean_query
@@ -55,12 +55,8 @@ class TokenPolicy(StreamPolicy):
     allows_branches: ClassVar[bool] = True
     unsharded: ClassVar[str | None] = "chooses tokens by the keys of all heads"
 
-    frames: int = 64
+    frames: int = limited(64, at_least(1))
     positions: Literal["original", "compact"] = "original"
-
-    def __post_init__(self) -> None:
-        check_least(self, 1, "frames")
-        check_choice(self.name, "positions", self.positions, ("original", "compact"))
 
 
 class TokenMemory(StreamMemory):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.dense_attend import paid
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, RecipeError, check_choice, check_least
+from mmaccel.core.errors import ModelError, RecipeError, at_least, limited
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
 
@@ -51,18 +51,17 @@ class WindowedPolicy(StreamPolicy):
     ingests: ClassVar[bool] = True
     allows_branches: ClassVar[bool] = True
 
-    window: int = 76
+    window: int = limited(76, at_least(1, " frame"))
     local: int = 8
-    ingest_frames: int | None = None
+    ingest_frames: int | None = limited(None, at_least(1, " frame"))
     positions: Literal["compact", "original"] = "compact"
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "window", "ingest_frames", of=" frame")
+        super().__post_init__()
         if not 0 <= self.local <= self.window:
             raise RecipeError(
                 f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
             )
-        check_choice(self.name, "positions", self.positions, ("compact", "original"))
 
     def sizes(self, stream: Stream) -> dict[str, Any]:
         """The policy's fields, counted in units: frames, or what the model takes as one."""

@@ -17,6 +17,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import KVState, KVView, Seen, Stream, StreamPolicy, StreamState, grow_buffer
+from mmaccel.core.memory.relay import relay
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import Pair, PassState
 
@@ -310,11 +311,7 @@ class FullStream(WholeStream):
     def _keep_path(self, start: int, path: Tensor) -> None:
         self._state.accept(path)
 
-    def held_columns(self) -> int:
-        return self._state.held_columns()
-
-    def nbytes(self) -> int:
-        return self._state.nbytes()
+    held_columns = nbytes = relay(lambda self, name: getattr(self._state, name)())
 
     def _save(self, folder: Path) -> None:
         for layer in range(self.geometry.layers):

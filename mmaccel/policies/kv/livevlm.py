@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError, check_least
+from mmaccel.core.errors import Limit, at_least, between, limited
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
@@ -43,21 +43,12 @@ class LiveVLM(TokenPolicy):
 
     clip: ClassVar[int | None] = 32
 
-    recent: int = 2
-    recall: float = 0.4
-    scatter: float = 0.5
-    bucket: int = 1
-    page: int = 16
-    probes: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 0, "recent")
-        check_least(self, 1, "bucket", "page", "probes")
-        if not 0 < self.recall <= 1:
-            raise RecipeError(f"{self.name}: recall is {self.recall}; give more than 0 and at most 1.")
-        if not 0 <= self.scatter <= 1:
-            raise RecipeError(f"{self.name}: scatter is {self.scatter}; give 0 to 1.")
+    recent: int = limited(2, at_least(0))
+    recall: float = limited(0.4, Limit(lambda share: 0 < share <= 1, "more than 0 and at most 1"))
+    scatter: float = limited(0.5, between(0, 1, "0 to 1"))
+    bucket: int = limited(1, at_least(1))
+    page: int = limited(16, at_least(1))
+    probes: int | None = limited(None, at_least(1))
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

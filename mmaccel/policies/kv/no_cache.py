@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, RecipeError, check_least
+from mmaccel.core.errors import ModelError, RecipeError, at_least, limited
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
@@ -44,11 +44,11 @@ class NoCache(StreamPolicy):
     ingests: ClassVar[bool] = True
     allows_branches: ClassVar[bool] = True
 
-    frames: int = 64
+    frames: int = limited(64, at_least(1))
     kept: int = 4096
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "frames")
+        super().__post_init__()
         if self.kept < 2 * self.frames:
             raise RecipeError(
                 f"{self.name}: kept is {self.kept}; give at least twice frames, {2 * self.frames}."

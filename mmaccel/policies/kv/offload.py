@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import limited, one_of
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamState, grow_buffer
 from mmaccel.core.registry import register
@@ -33,7 +34,8 @@ class Offload(HostPolicy):
     exact: ClassVar[bool] = True
     ingests: ClassVar[bool] = True
     allows_branches: ClassVar[bool] = True
-    spills: ClassVar[tuple[Spill, ...]] = ("refuse", "disk")
+
+    spill: Spill = limited("refuse", one_of("refuse", "disk", why=", for it keeps everything"))
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import check_least
+from mmaccel.core.errors import at_least, limited
 from mmaccel.core.memory.kv import Stream, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import WindowedPolicy
@@ -29,11 +29,7 @@ class Recent(WindowedPolicy):
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"local"})
 
-    local: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 1, "local", of=" frame")
+    local: int = limited(4, at_least(1, " frame"))
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import between, limited
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
@@ -46,13 +46,8 @@ class StreamMem(TokenPolicy):
     needs: ClassVar[frozenset[str]] = frozenset({"proxy"})
     clip: ClassVar[int | None] = 8
 
-    similar: float | None = 0.95
+    similar: float | None = limited(0.95, between(-1, 1, "-1 to 1"))
     prototypes: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.similar is not None and not -1 <= self.similar <= 1:
-            raise RecipeError(f"{self.name}: similar is {self.similar}; give -1 to 1, or null.")
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

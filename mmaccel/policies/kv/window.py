@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, check_least
+from mmaccel.core.errors import ModelError, at_least, limited
 from mmaccel.core.memory.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._windowed import StreamMemory
@@ -41,13 +41,9 @@ class Window(StreamPolicy):
     allows_sparse: ClassVar[bool] = True
     ingests: ClassVar[bool] = True
     allows_branches: ClassVar[bool] = True
-    sinks: int = 4
-    window: int = 1024
-    margin: int = 64
-
-    def __post_init__(self) -> None:
-        for field, least in (("sinks", 0), ("window", 1), ("margin", 0)):
-            check_least(self, least, field)
+    sinks: int = limited(4, at_least(0))
+    window: int = limited(1024, at_least(1))
+    margin: int = limited(64, at_least(0))
 
     @property
     def rollback_limit(self) -> int | None:

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mmaccel.core.errors import SHARE, limited
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, check_share, others, spread
+from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, others, spread
 from mmaccel.core.registry import register
 
 
@@ -33,12 +34,8 @@ class AttentionPrune(QuotaPruner):
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
-    mass: float = 0.4
+    mass: float = limited(0.4, SHARE)
     variation: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.name, "mass", self.mass)
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         groups = ((0,), (depth - 1,)) if self.variation else (tuple(range(depth)),)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import SHARE, Limit, RecipeError, between, limited
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, best, check_share, frames, quota, staying
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, best, frames, quota, staying
 from mmaccel.core.registry import register
 
 
@@ -39,24 +39,14 @@ class DyCoke(TokenPruner):
     prunes: ClassVar[frozenset[int]] = frozenset({VIDEO})
     group: ClassVar[int] = 4
 
-    drop: float = 0.7
-    forget: float = 0.7
-    layer: int = 3
-    refresh: float = 0.9
+    drop: float = limited(0.7, SHARE)
+    forget: float = limited(0.7, SHARE)
+    layer: int = limited(3, Limit(lambda layer: layer >= 1, "1 or more, for the layer before it must attend"))
+    refresh: float = limited(0.9, between(-1, 1, "a cosine, -1 to 1"))
 
     @property
     def unsharded(self) -> str | None:  # type: ignore[override]
         return "forgets by the attention of all heads" if self.forget else None
-
-    def __post_init__(self) -> None:
-        check_share(self.name, "drop", self.drop)
-        check_share(self.name, "forget", self.forget)
-        if self.layer < 1:
-            raise RecipeError(
-                f"dycoke: layer is {self.layer}; give 1 or more, for the layer before it must attend."
-            )
-        if not -1 <= self.refresh <= 1:
-            raise RecipeError(f"dycoke: refresh is {self.refresh}; give a cosine, -1 to 1.")
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         if self.forget and self.layer >= depth:

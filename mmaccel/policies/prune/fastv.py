@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import Limit, RecipeError, limited
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage
 from mmaccel.core.registry import register
@@ -28,14 +28,7 @@ class FastV(ScorePruner):
     unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     retention: float = 0.5
-    layer: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layer < 1:
-            raise RecipeError(
-                f"fastv: layer is {self.layer}; give 1 or more, for a layer before it must rank."
-            )
+    layer: int = limited(2, Limit(lambda layer: layer >= 1, "1 or more, for a layer before it must rank"))
 
     @classmethod
     def averaging(cls, share: float, depth: int, layer: int = 2) -> FastV:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
+from mmaccel.core.errors import SHARE, RecipeError, at_least, limited, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import (
     Kept,
@@ -17,7 +17,6 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     best,
     candidates,
-    check_share,
     observers,
     others,
     question,
@@ -59,16 +58,17 @@ class SparseVLM(TokenPruner):
 
     retention: tuple[float, ...] = (300 / 576, 200 / 576, 110 / 576)
     layers: tuple[int, ...] | None = None
-    recycle: float = 0.3
+    recycle: float = limited(0.3, SHARE)
     raters: Literal["chosen", "all"] = "chosen"
-    neighbours: int = 5
+    neighbours: int = limited(5, at_least(1))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         shares = self.retention
         if not isinstance(shares, list | tuple) or not shares:
             raise RecipeError(f"sparsevlm: retention is {shown(shares)}; give a list of shares, one a stage.")
         for share in shares:
-            check_share(self.name, "retention", share)
+            SHARE.check(self.name, "retention", share)
         if list(shares) != sorted(shares, reverse=True):
             raise RecipeError(f"sparsevlm: retention is {list(shares)}; give shares that do not rise.")
         object.__setattr__(self, "retention", tuple(shares))
@@ -83,9 +83,6 @@ class SparseVLM(TokenPruner):
                     f"sparsevlm: layers is {shown(layers)}; give rising layer numbers, one a share of retention."
                 )
             object.__setattr__(self, "layers", tuple(layers))
-        check_share(self.name, "recycle", self.recycle)
-        check_least(self, 1, "neighbours")
-        check_choice(self.name, "raters", self.raters, ("chosen", "all"))
 
     def on_stream(self) -> SparseVLM:
         return replace(self, recycle=0.0, raters="all")

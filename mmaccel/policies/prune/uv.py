@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import Limit, RecipeError, limited
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage, question
 from mmaccel.core.registry import register
@@ -41,15 +41,13 @@ class UVPrune(ScorePruner):
     stage: ClassVar = "draft"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
 
-    layer: int | None = None
+    layer: int | None = limited(None, Limit(lambda layer: layer >= 1, "1 or more, or null for the default"))
     base: int | None = None
     variation: bool = True
     contrast: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layer is not None and self.layer < 1:
-            raise RecipeError(f"uv: layer is {self.layer}; give 1 or more, or null for the default.")
         if self.base is not None and (self.base < 0 or (self.layer is not None and self.base >= self.layer)):
             raise RecipeError(f"uv: base is {self.base}; give a layer from 0 to less than layer.")
 

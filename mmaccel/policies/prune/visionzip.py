@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
+from mmaccel.core.errors import SHARE, limited
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import (
     Kept,
@@ -17,7 +18,6 @@ from mmaccel.core.prefill.prune import (
     Stage,
     TokenPruner,
     alike,
-    check_share,
     quota,
     spread,
     staying,
@@ -53,13 +53,9 @@ class VisionZip(TokenPruner):
     stage: ClassVar = "frames"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden", "vision_attention", "vision_key"})
 
-    retention: float = 64 / 196
-    contextual: float = 10 / 64
+    retention: float = limited(64 / 196, SHARE)
+    contextual: float = limited(10 / 64, SHARE)
     carry: bool = False
-
-    def __post_init__(self) -> None:
-        check_share(self.name, "retention", self.retention)
-        check_share(self.name, "contextual", self.contextual)
 
     def on_stream(self) -> VisionZip | None:
         return None if self.carry else replace(self, compact=True)

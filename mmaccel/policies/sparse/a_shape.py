@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmaccel.core.errors import check_least
+from mmaccel.core.errors import at_least, limited
 from mmaccel.core.prefill.plan import FAR, KeySpan, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
@@ -22,13 +22,8 @@ class AShape(IntraPattern):
     positions. Appendix C.3 of the former speaks of seven sinks; its tables, followed here, of 128.
     """
 
-    sink: int = 128
-    window: int = 4096
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 0, "sink")
-        check_least(self, 1, "window", of=", the token itself")
+    sink: int = limited(128, at_least(0))
+    window: int = limited(4096, at_least(1, ", the token itself"))
 
     def parts(self, region: Region) -> tuple[Part, ...]:
         return (region.part(near_and_first(region, self.sink, self.window)),)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.replay import Compiled
-from mmaccel.core.errors import RecipeError, check_choice, check_least
+from mmaccel.core.errors import SHARE, RecipeError, at_least, limited
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range, span_from_table
 from mmaccel.core.prefill.sparse import SparsePattern
@@ -50,22 +50,16 @@ class BlockTopK(SparsePattern):
 
     score: Literal["antidiagonal", "mean"] = "antidiagonal"
     stride: int = 16
-    budget: float = 0.9
-    top: int | None = None
-    sink: int = 128
+    budget: float = limited(0.9, SHARE)
+    top: int | None = limited(None, at_least(1, " block, or null for no limit"))
+    sink: int = limited(128, at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("block_topk", "score", self.score, ("antidiagonal", "mean"))
         if self.stride < 1 or self.block % self.stride:
             raise RecipeError(
                 f"block_topk: stride is {self.stride}; give a divisor of block, which is {self.block}."
             )
-        if not 0 <= self.budget <= 1:
-            raise RecipeError(f"block_topk: budget is {self.budget}; give a share from 0 to 1.")
-        if self.top is not None and self.top < 1:
-            raise RecipeError(f"block_topk: top is {self.top}; give at least 1 block, or null for no limit.")
-        check_least(self, 0, "sink")
 
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.lines import turned_classes
-from mmaccel.core.errors import RecipeError, check_choice, check_least
+from mmaccel.core.errors import SHARE, Limit, RecipeError, at_least, limited
 from mmaccel.core.prefill.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
@@ -78,17 +78,16 @@ class Grid(IntraPattern):
     horizontal: bool = True
     vertical: bool = True
     slash: bool = True
-    window: int = 0
-    sink: int = 0
-    last_q: int = 64
-    slack: float = 0.02
+    window: int = limited(0, at_least(0, " tokens"))
+    sink: int = limited(0, at_least(0, " tokens"))
+    last_q: int = limited(64, at_least(1, " query"))
+    slack: float = limited(0.02, Limit(lambda share: 0 <= share < 1, SHARE.give))
     score: Score = "contrast"
     horizontal_phase: Phase = "keys"
     estimate: Estimate = "head"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("grid", "stride", self.stride, ("frame", "free"))
         if self.min_stride < 2 or self.max_stride < self.min_stride:
             raise RecipeError(
                 f"grid: min_stride {self.min_stride} and max_stride {self.max_stride} are no range from 2 upwards."
@@ -97,12 +96,6 @@ class Grid(IntraPattern):
             raise RecipeError(f"grid: max_stride is {self.max_stride}; give at most {MOST_STRIDE}.")
         if not (self.horizontal or self.vertical or self.slash):
             raise RecipeError("grid: horizontal, vertical and slash are all off; turn one on.")
-        check_least(self, 0, "window", "sink", of=" tokens")
-        check_least(self, 1, "last_q", of=" query")
-        if not 0 <= self.slack < 1:
-            raise RecipeError(f"grid: slack is {self.slack}; give a share from 0 to 1.")
-        for name, kind in (("score", Score), ("horizontal_phase", Phase), ("estimate", Estimate)):
-            check_choice("grid", name, getattr(self, name), get_args(kind))
 
     def parts(self, region: Region) -> tuple[Part, ...]:
         classes = self._classes(region)

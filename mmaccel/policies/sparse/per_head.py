@@ -39,7 +39,8 @@ class PerHead(SparsePattern):
     table    "shipped": the file heads.json in the model's folder; or the path of a file that `mmaccel search` wrote, in a
              YAML file counted from its folder; or the choices themselves,
              ``{layer: {head: {"name": "grid", "stride": "free"}}}``
-    default  the pattern of layers and heads that the table does not name; None: dense
+    default  the pattern of layers and heads that the table does not name; None: dense. Of all heads where the table is
+             "shipped" and the model's folder has none, which is refused without a default
 
     A file is bound to the model it was searched on: type, layers, heads, key/value heads, head size, rotary settings. Other
     weights of that shape, and prompts of less than half or more than twice the length of the search, give a warning. Under
@@ -137,12 +138,13 @@ class PerHead(SparsePattern):
 
     def bind(self, model: ModelView) -> SparsePattern:
         if self.table == SHIPPED:
-            if model.folder is None or not (model.folder / FILE).is_file():
+            there = model.folder is not None and (model.folder / FILE).is_file()
+            if not there and self.default is None:
                 raise RecipeError(
                     f"per_head: no table is shipped with this model (there is no {FILE} in its folder); "
-                    "run `mmaccel search` on it and give the file as table."
+                    "run `mmaccel search` on it and give the file as table, or give a default."
                 )
-            return replace(self, table=f"{model.folder}/{FILE}").bind(model)
+            return replace(self, table=f"{model.folder}/{FILE}" if there else {}).bind(model)
         file, adapter, whole = self._file, model.adapter, model.model
         if file is not None and (other := difference(file, adapter.fingerprint(whole))) is not None:
             raise RecipeError(

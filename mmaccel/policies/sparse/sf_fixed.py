@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
+from mmaccel.core.errors import RecipeError, at_least, limited, shown
 from mmaccel.core.layout import TEXT
 from mmaccel.core.prefill.plan import FAR, KeySpan, Part, pad_rows, span_by_range
 from mmaccel.core.registry import register
@@ -115,13 +115,8 @@ class SFFixed(SegmentedPattern):
     are the tokens of a frame); Child et al. have 8 to 32.
     """
 
-    summary: int = 1
+    summary: int = limited(1, at_least(0, " tokens of a segment"))
     side: Literal["last", "first"] = "last"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 0, "summary", of=" tokens of a segment")
-        check_choice("sf_fixed", "side", self.side, ("last", "first"))
 
     def parts(self, region: Region) -> tuple[Part, ...]:
         segments, at = self.segments(region), region.at.clamp(min=0).long()

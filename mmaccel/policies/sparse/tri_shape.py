@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mmaccel.core.errors import check_least
+from mmaccel.core.errors import at_least, limited
 from mmaccel.core.prefill.plan import FAR, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import AShape
@@ -26,11 +26,7 @@ class TriShape(AShape):
     (Table 2: sink 128, local 4096, bottom 128).
     """
 
-    bottom: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 0, "bottom", of=" queries")
+    bottom: int = limited(128, at_least(0, " queries"))
 
     def parts(self, region: Region) -> tuple[Part, ...]:
         rows = region.q_row[:, 0]

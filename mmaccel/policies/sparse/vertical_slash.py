@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.lines import slash_runs, split_line_keys, strongest
-from mmaccel.core.errors import check_choice, check_least
+from mmaccel.core.errors import at_least, limited
 from mmaccel.core.prefill.plan import FAR, BlockLists, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
@@ -41,19 +41,12 @@ class VerticalSlash(IntraPattern):
     adaptive: ClassVar[bool] = True
     rounded: ClassVar[bool] = True
 
-    vertical: int = 1000
-    slash: int = 1024
-    sink: int = 0
-    nearest: int = 1
-    last_q: int = 64
+    vertical: int = limited(1000, at_least(0, " columns"))
+    slash: int = limited(1024, at_least(1, ", the main diagonal"))
+    sink: int = limited(0, at_least(0, " columns"))
+    nearest: int = limited(1, at_least(1, ", the main diagonal"))
+    last_q: int = limited(64, at_least(1, " query"))
     estimate: Literal["head", "group"] = "head"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 0, "vertical", "sink", of=" columns")
-        check_least(self, 1, "slash", "nearest", of=", the main diagonal")
-        check_least(self, 1, "last_q", of=" query")
-        check_choice("vertical_slash", "estimate", self.estimate, ("head", "group"))
 
     def parts(self, region: Region) -> tuple[Part, ...]:
         sample = region.last(self.last_q, self.estimate == "group")

@@ -139,7 +139,9 @@ DEAD = {
 }
 
 
-@pytest.mark.parametrize("fault", DEAD)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, marks=pytest.mark.slow if one in ("prompt", "talks") else ()) for one in DEAD]
+)
 def test_a_process_that_fails_loses_no_token(target: ModelView, fault: str) -> None:
     choice = Toy(model=f"1:{fault}:3", window=3, timeout_s=0.6)
     with pytest.warns(MmaccelWarning, match=DEAD[fault]):

@@ -178,5 +178,5 @@ TestFull = FullMachine.TestCase
 TestWindow = WindowMachine.TestCase
 TestBareWindow = BareWindowMachine.TestCase
 for case in (TestFull, TestWindow, TestBareWindow):
-    case.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+    case.settings = settings(max_examples=50, stateful_step_count=40)
 del case

@@ -94,6 +94,7 @@ MOSAIC: dict[str, dict[str, Any]] = {
     "looks": {"first_stage": "look"},
     "frames": {"index": "frames"},
     "cosine": {"similarity": "cosine"},
+    "mean": {"index": {"name": "clusters", "ask_by": "mean"}},
 }
 MOST = {"looks": 25}
 

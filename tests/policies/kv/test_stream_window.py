@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,7 +57,6 @@ def test_places_are_those_of_a_prompt() -> None:
     three=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
 def test_bases_keep_places_under_the_limit_and_windows_whole(
     unit: int, limit: int, window: int, spare: int, three: bool, data: st.DataObject
 ) -> None:

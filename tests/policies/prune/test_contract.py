@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel import Recipe, check_policy
@@ -36,7 +36,6 @@ def build(name: str, **fields: Any) -> TokenPruner:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(layout=layouts(), seed=st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
 def test_text_and_marks_stay(name: str, layout, seed: int) -> None:
     check_cuts(build(name), layout, seed)
     check_policy(build(name), rounds=1, seed=seed)
@@ -44,7 +43,6 @@ def test_text_and_marks_stay(name: str, layout, seed: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(layout=layouts())
-@settings(max_examples=10, deadline=None)
 def test_everything_and_nothing(name: str, layout) -> None:
     for fields, want in ((EVERYTHING, layout.length), (NOTHING, layout.length - len(visual(layout)))):
         pruner = build(name, **fields.get(name, {"retention": 1.0 if fields is EVERYTHING else 0.0}))

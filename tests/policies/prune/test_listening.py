@@ -26,6 +26,7 @@ from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UV
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
 from tests.policies.prune.layouts import looking
+from tests.products import product
 
 PRUNERS: dict[str, TokenPruner] = {
     "uv": UVPrune(retention=0.3, layer=2),
@@ -79,9 +80,10 @@ def known(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return torch.stack(states), torch.stack([a[0].mean(0) for a in out.attentions])
 
 
-@pytest.mark.parametrize("name", PRUNERS)
-@pytest.mark.parametrize("kind", ["video", "two videos"])
-@pytest.mark.parametrize("passes", ["one", "chunks", "video, then text"])
+@pytest.mark.parametrize(
+    ("name", "kind", "passes"),
+    product(PRUNERS, ["video", "two videos"], ["one", "chunks", "video, then text"]),
+)
 def test_signals_are_the_model_s_own(family: str, model: Any, name: str, kind: str, passes: str) -> None:
     inputs, pruner = prompt(family, PROMPTS[kind], seed=2), PRUNERS[name]
     (stage,) = pruner.stages(4)

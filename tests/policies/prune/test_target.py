@@ -20,6 +20,7 @@ from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
 from tests.policies.prune.layouts import looking, top, videos, visual, whole
 from tests.policies.prune.test_meaning import sparse_by_hand
+from tests.products import product
 
 WRITTEN = 6
 PRUNERS: dict[str, Any] = {
@@ -70,8 +71,7 @@ def written(fast: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return out.sequences[0, -WRITTEN:], torch.cat(out.logits)
 
 
-@pytest.mark.parametrize("name", ALL_KEPT)
-@pytest.mark.parametrize("kind", ["video", "interleaved"])
+@pytest.mark.parametrize(("name", "kind"), product(ALL_KEPT, ["video", "interleaved"]))
 def test_all_kept_is_the_plain_model(family: str, model: Any, name: str, kind: str) -> None:
     inputs = prompt(family, PROMPTS[kind])
     with torch.no_grad():
@@ -137,10 +137,12 @@ def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:
     return {layer + 1: by_raters(s) for layer, s in zip(pruner.layers, pruner.retention, strict=True)}
 
 
-@pytest.mark.parametrize("name", ["fastv", "pyramid_drop", "sparsevlm"])
-@pytest.mark.parametrize("kind, compact", [("two videos", False), ("interleaved", False), ("video", True)])
-def test_between_layers(family: str, model: Any, plain: Any, name: str, kind: str, compact: bool) -> None:
-    inputs = prompt(family, PROMPTS[kind], seed=3)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    product(["fastv", "pyramid_drop", "sparsevlm"], ["two videos", "interleaved", "video"]),
+)
+def test_between_layers(family: str, model: Any, plain: Any, name: str, kind: str) -> None:
+    inputs, compact = prompt(family, PROMPTS[kind], seed=3), kind == "video"
     pruner = type(PRUNERS[name])(**{**vars(PRUNERS[name]), "compact": compact})
     with mmaccel.accelerate(model, prune=pruner) as fast:
         tokens, logits = written(fast, inputs)

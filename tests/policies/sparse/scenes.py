@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.prefill.plan import AttentionPlan
+from mmaccel.core.prefill.sparse import SparsePattern
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,25 @@ class Scene:
             return torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
 
         return draw(self.heads)[:, :, self.start :], draw(self.groups), draw(self.groups)
+
+    def plan(self, pattern: SparsePattern, dtype: torch.dtype = torch.float64) -> AttentionPlan | None:
+        """What a pattern plans for these queries."""
+        query, key, _ = self.tensors(dtype)
+        layout = self.layout()
+        return pattern.plan(query, key, layout.take(slice(self.start, None)), layout)
+
+    def mask(self, pattern: SparsePattern) -> np.ndarray:
+        """[B, H, n_query, n_key] bool of the plan, every pair of which is computed once."""
+        plan = self.plan(pattern)
+        assert plan is not None and (plan.overlap or int(plan.count_mask().max()) <= 1)
+        return plan.to_mask().numpy()
+
+    def place(self, b: int, mask: np.ndarray) -> np.ndarray:
+        """The mask of sequence b, unpadded, as [n_query, n_key] of the scene."""
+        pad, n = self.pad(b), self.length
+        whole = np.zeros((n, n), bool)
+        whole[pad:, pad:] = mask
+        return whole[self.start :]
 
     def alone(self, b: int) -> tuple[Scene, tuple[slice, slice]]:
         """Sequence b as a scene of its own, and where its queries and keys lie in the rows of this one."""

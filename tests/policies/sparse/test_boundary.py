@@ -9,22 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel.backends import reference
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO
 from mmaccel.core.prefill.sparse import attend_plan, launches
-from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, KBoundary, QBoundary, VerticalSlash
 from mmaccel.policies.sparse.orders import IntraPattern
 from tests.backends.oracle import masked
+from tests.products import product
 
 from . import masks
 from .scenes import Scene, Token, scenes, sequence
-from .test_contract import small
-from .test_exact import grid_mask, place, planned, weights_of
+from .test_exact import grid_mask, weights_of
 from .test_planted import grid_head
 from .test_planted import grid_mask as grid_mask_of
 
@@ -80,10 +79,10 @@ def expected(boundary: QBoundary | KBoundary | Boundary2D, scene: Scene, b: int,
 
 
 def check(boundary: QBoundary | KBoundary | Boundary2D, scene: Scene) -> None:
-    got = planned(boundary, scene)
+    got = scene.mask(boundary)
     for b in range(scene.batch):
         for h in range(scene.heads):
-            element, closure = (place(scene, b, m) for m in expected(boundary, scene, b, h))
+            element, closure = (scene.place(b, m) for m in expected(boundary, scene, b, h))
             assert (got[b, h] >= element).all()
             assert (got[b, h] <= closure).all()
 
@@ -98,6 +97,7 @@ INNER: list[Any] = [
     pattern("a_shape", sink=0, window=1),
     pattern("a_shape", sink=3, window=7),
     pattern("a_shape", sink=17, window=20),
+    pattern("a_shape", sink=50, window=200),
     pattern("vertical_slash", vertical=5, slash=3, last_q=16),
     pattern("vertical_slash", vertical=0, slash=9, last_q=16),
     pattern("grid", min_stride=2, max_stride=12, last_q=16),
@@ -151,25 +151,25 @@ LAYOUTS = {
     "a picture of one token": [(IMAGE, [1]), (TEXT, [30])],
 }
 BOUNDARIES = {
-    "q": QBoundary(text=INNER[5], image=INNER[3], video=INNER[7], block=16),
-    "k": KBoundary(text=INNER[8], image="dense", video=INNER[5], block=16),
+    "q": QBoundary(text=INNER[6], image=INNER[3], video=INNER[8], block=16),
+    "k": KBoundary(text=INNER[9], image="dense", video=INNER[6], block=16),
     "2d": Boundary2D(
         default=INNER[3],
         pairs={
-            "video>video": INNER[7],
-            "text>video": INNER[5],
+            "video>video": INNER[8],
+            "text>video": INNER[6],
             "video>text": None,
-            "text>text": INNER[8],
-            "image>video": INNER[9],
+            "text>text": INNER[9],
+            "image>video": INNER[10],
         },
         block=16,
     ),
 }
 
 
-@pytest.mark.parametrize("kind", BOUNDARIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("late", [0.0, 0.5, 0.9], ids=["whole", "half", "end"])
+@pytest.mark.parametrize(
+    ("kind", "layout", "late"), product(BOUNDARIES, LAYOUTS, [0.0, 0.5, 0.9], together=2)
+)
 def test_layouts(kind: str, layout: str, late: float) -> None:
     tokens = sequence(LAYOUTS[layout])
     beside = sequence([(TEXT, [3]), (VIDEO, [5] * 3), (TEXT, [2])])
@@ -178,9 +178,10 @@ def test_layouts(kind: str, layout: str, late: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "inner", INNER[1:], ids=lambda p: p if isinstance(p, str) else "-".join(map(str, p.values()))
+    ("inner", "segments"),
+    product(INNER[1:], [[(TEXT, [100])], [(VIDEO, [6] * 18)]]),
+    ids=str,
 )
-@pytest.mark.parametrize("segments", [[(TEXT, [100])], [(VIDEO, [6] * 18)]], ids=["text", "video"])
 def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments: Any) -> None:
     """The very same lists, so that a boundary costs nothing where there is none."""
     scene = Scene((sequence(segments),), start=37)
@@ -207,87 +208,6 @@ def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments
                     assert torch.equal(getattr(a, name), getattr(b, name))
                 assert torch.equal(a.lists.row, b.lists.row) and torch.equal(a.lists.kind, b.lists.kind)
                 assert torch.equal(a.lists.entries, b.lists.entries)
-
-
-@pytest.mark.parametrize("whole", ["dense", pattern("a_shape", sink=50, window=200)])
-def test_full_budgets_are_causal(whole: Any) -> None:
-    scene = Scene((sequence([(TEXT, [5]), (VIDEO, [6] * 12), (IMAGE, [3]), (TEXT, [9])]),))
-    sides = dict(text=whole, image=whole, video=whole)
-    for boundary in (QBoundary(**sides), KBoundary(**sides), Boundary2D(default=whole)):
-        assert (planned(boundary, scene)[0] == masks.causal(scene.sequences[0])).all()
-
-
-def test_islands_do_not_break_a_window() -> None:
-    """One-token timestamps between the frames of two videos, a picture: a window counted in packed rows is wrong here."""
-    segments = []
-    for frame in range(9):
-        segments += [(TEXT, [1]), (VIDEO, [6 if frame < 5 else 7])]
-    segments += [(IMAGE, [1]), (TEXT, [4]), (VIDEO, [3, 3]), (TEXT, [1])]
-    tokens = sequence(segments)
-    got = planned(Boundary2D(default=AShape(sink=2, window=8), block=16), Scene((tokens,)))[0, 0]
-    for i in range(len(tokens)):
-        for m in MODALITIES:
-            before = [j for j in range(i + 1) if tokens[j].modality == m]
-            assert np.flatnonzero(got[i, : i + 1]).tolist() == sorted(
-                j
-                for other in MODALITIES
-                for j in _first_and_last([j for j in range(i + 1) if tokens[j].modality == other], 2, 8)
-            )
-            assert set(before[-8:]) <= set(np.flatnonzero(got[i]).tolist())
-
-
-def _first_and_last(before: list[int], sink: int, window: int) -> set[int]:
-    return set(before[:sink]) | set(before[-window:])
-
-
-def test_a_modality_left_out_sees_nothing() -> None:
-    tokens = sequence([(TEXT, [20]), (VIDEO, [6] * 5)])
-    got = planned(QBoundary(text="dense", video=None), Scene((tokens,)))[0, 0]
-    assert got[:20].sum() == 20 * 21 // 2 and not got[20:].any()
-    lone = Scene((sequence([(VIDEO, [6] * 5)]),))
-    assert not planned(QBoundary(text="dense", video=None), lone).any()
-
-
-INSIDE = [n for n in registry("sparse") if issubclass(registry("sparse")[n], IntraPattern)]
-
-
-@pytest.mark.parametrize("name", INSIDE)
-@settings(max_examples=8)
-@given(scene=scenes())
-def test_any_pattern_over_orders_stands_within_any_boundary(name: str, scene: Scene) -> None:
-    """Causal, each pair once, within its bound, and a batch is its sequences one by one."""
-    inner = small(name)
-    layout = scene.layout()
-    queries = layout.take(slice(scene.start, None))
-    for boundary in (
-        QBoundary(text=inner, image="dense", video=inner, block=16),
-        KBoundary(text=inner, image=None, video=inner, block=16),
-        Boundary2D(default=inner, pairs={"text>image": "dense", "video>text": None}, block=16),
-    ):
-        query, key, value = scene.tensors()
-        plan = boundary.plan(query, key, queries, layout)
-        assert int(plan.count_mask().max()) <= 1
-        mask = plan.to_mask()
-        ahead = layout.position[:, None] > queries.position[:, :, None]
-        nothing = ~layout.valid[:, None] | ~queries.valid[:, :, None]
-        assert not (mask & (ahead | nothing)[:, None]).any()
-        listed = torch.zeros(plan.batch, plan.heads, dtype=torch.long)
-        for part in plan.parts:
-            for span in part.spans:
-                listed += span.lists.count.sum(-1).expand_as(listed)
-        assert int(listed.max()) <= boundary.max_blocks_total(plan.n_query, plan.n_key)
-        for b in range(scene.batch):
-            lone, (rows, keys) = scene.alone(b)
-            alone_layout = lone.layout()
-            alone = boundary.plan(
-                query[b : b + 1, :, rows],
-                key[b : b + 1, :, keys],
-                alone_layout.take(slice(lone.start, None)),
-                alone_layout,
-            )
-            assert torch.equal(alone.to_mask()[0], mask[b][:, rows, keys])
-        out, _ = attend_plan(plan, query, key, value, scene.size**-0.5, reference.op)
-        torch.testing.assert_close(out, masked(query, key, value, mask, scene.size**-0.5), rtol=0, atol=1e-12)
 
 
 def test_a_planted_grid_is_found_behind_islands_of_text() -> None:

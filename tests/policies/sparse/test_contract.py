@@ -41,6 +41,14 @@ NAMES = sorted(registry("sparse"))
 VARIANTS = {
     "grid of a searched stride": ("grid", dict(stride="free")),
     "grid with a window and a sink": ("grid", dict(window=100, sink=30)),
+    "static patterns of queries": (
+        "q_boundary",
+        dict(text=dict(name="tri_shape", sink=5, window=11, bottom=7), image="sf_strided", video="sf_fixed"),
+    ),
+    "a static pattern of pairs": (
+        "boundary_2d",
+        dict(default="sf_strided", pairs={"text>image": "dense", "video>text": None}),
+    ),
 }
 """Further settings of a pattern, tested like a pattern of their own."""
 
@@ -76,16 +84,9 @@ def small(case: str) -> SparsePattern:
     return cls(**{**given_fields, **NEEDED.get(name, {}), **more})
 
 
-def plan_of(pattern: SparsePattern, scene: Scene) -> AttentionPlan | None:
-    query, key, _ = scene.tensors()
-    layout = scene.layout()
-    return pattern.plan(query, key, layout.take(slice(scene.start, None)), layout)
-
-
 def attend(pattern: SparsePattern, scene: Scene, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     query, key, value = tensors
-    layout = scene.layout()
-    scale = scene.size**-0.5
+    layout, scale = scene.layout(), scene.size**-0.5
     plan = pattern.plan(query, key, layout.take(slice(scene.start, None)), layout)
     if plan is None:
         return dense_attend(query, key, value, scale, start=scene.start, valid=layout.valid)
@@ -103,6 +104,7 @@ def test_is_a_frozen_dataclass_with_defaults(name: str) -> None:
     for block in (0, 8, 48):
         with pytest.raises(RecipeError, match="block"):
             dataclasses.replace(pattern, block=block)
+    check_policy(small(name), rounds=1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -115,11 +117,6 @@ def test_plans_keep_the_contract(name: str, scene: Scene) -> None:
         listed = listed_by_hand(plan)
         assert torch.equal(plan.count_listed_pairs(), listed)
         assert (listed >= plan.to_mask().sum((2, 3))).all()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_made_up_prompts_find_nothing(name: str) -> None:
-    check_policy(small(name), rounds=3)
 
 
 def listed_by_hand(plan: AttentionPlan) -> Tensor:
@@ -138,13 +135,13 @@ def listed_by_hand(plan: AttentionPlan) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(scene=scenes())
 def test_a_batch_is_its_sequences_one_by_one(name: str, scene: Scene) -> None:
     pattern = small(name)
     tensors = scene.tensors()
     out = attend(pattern, scene, tensors)
-    if plan_of(pattern, scene) is None and name != "dense":
+    if scene.plan(pattern) is None and name != "dense":
         return
     for b in range(scene.batch):
         lone, (rows, keys) = scene.alone(b)
@@ -157,10 +154,10 @@ def test_a_batch_is_its_sequences_one_by_one(name: str, scene: Scene) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_long_enough_defaults_leave_something_out(name: str) -> None:
     if name == "dense":
-        assert plan_of(registry("sparse")[name](), Scene((tokens_of(200),))) is None
+        assert Scene((tokens_of(200),)).plan(registry("sparse")[name]()) is None
         return
     scene = Scene((tokens_of(600),))
-    plan = plan_of(small(name), scene)
+    plan = scene.plan(small(name))
     assert plan is not None
     listed = plan.count_listed_pairs() / (scene.length * (scene.length + 1) / 2)
     assert (listed < 0.95).all() and (listed > 0).all()

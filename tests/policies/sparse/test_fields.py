@@ -47,6 +47,21 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("boundary_2d", dict(pairs={"video>text": (4, 8)}), r"pairs\['video>text'\] is \(4, 8\); give one of"),
     ("boundary_2d", dict(pairs=["video>text"]), "give a mapping"),
     ("boundary_2d", dict(default=None), "every pair is left out"),
+    ("tri_shape", dict(sink=-1), "sink is -1"),
+    ("tri_shape", dict(window=0), "window is 0"),
+    ("tri_shape", dict(bottom=-1), "bottom is -1"),
+    ("sf_fixed", dict(stride=0), "stride is 0"),
+    ("sf_fixed", dict(stride="frames"), "'frame' or a number"),
+    ("sf_fixed", dict(summary=-1), "summary is -1"),
+    ("sf_fixed", dict(side="end"), "'last' or 'first'"),
+    ("sf_strided", dict(stride=True), "stride is True"),
+    ("sf_strided", dict(min_stride=9, max_stride=8), "no range"),
+    ("block_topk", dict(score="max"), "'antidiagonal' or 'mean'"),
+    ("block_topk", dict(stride=0), "stride is 0"),
+    ("block_topk", dict(stride=24), "divisor of block"),
+    ("block_topk", dict(budget=1.5), "budget is 1.5"),
+    ("block_topk", dict(top=0), "top is 0"),
+    ("block_topk", dict(sink=-1), "sink is -1"),
 ]
 
 

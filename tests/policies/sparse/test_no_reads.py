@@ -20,6 +20,7 @@ from mmaccel.core.prefill.merge_heads import merge_plans
 from mmaccel.core.prefill.sparse import attend_plan, launches
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse.estimate import LastQueries
+from tests.products import product
 
 from .scenes import Scene, sequence
 from .test_contract import CASES, NAMES, small
@@ -79,8 +80,9 @@ def test_the_guard_sees_reads(read: Any) -> None:
         read(torch.arange(4))
 
 
-@pytest.mark.parametrize("start", [0, 37])
-@pytest.mark.parametrize("name", [*CASES, *(f"plain {name}" for name in NAMES)])
+@pytest.mark.parametrize(
+    ("name", "start"), product([*CASES, *(f"plain {name}" for name in NAMES)], [0, 37]), ids=str
+)
 def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer looks at the layouts; every further one, on tensors of its own, at nothing."""
     pattern = registry("sparse")[name[6:]]() if name.startswith("plain ") else small(name)
@@ -164,7 +166,9 @@ def test_a_graph_of_any_length_asks_what_a_device_is(fused: None) -> None:
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a:UserWarning")
-@pytest.mark.parametrize("name", ["vertical_slash", "grid", "per_head"])
+@pytest.mark.parametrize(
+    "name", ["per_head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vertical_slash", "grid"))]
+)
 def test_what_a_device_is_asked_is_a_constant_of_the_graph(name: str, fused: None) -> None:
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
@@ -200,8 +204,8 @@ def test_a_tracer_is_not_asked_whether_a_stream_is_captured(monkeypatch: pytest.
     assert remember(memo, "one", lambda: 1) == 1 and not memo
 
 
-TRACED = ("a_shape", "vertical_slash", "block_topk", "grid", "boundary_2d", "per_head")
-"""Of each way of planning one, in the fast tests; all go through inductor in the slow ones."""
+TRACED = ("block_topk", "boundary_2d", "per_head")
+"""In the fast tests, of which the last holds a window, lines and a grid; all go through inductor in the slow ones."""
 
 
 @pytest.mark.parametrize(

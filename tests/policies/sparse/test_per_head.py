@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 import mmaccel
@@ -33,7 +33,6 @@ NEAREST = AShape(block=16, sink=5, window=11)
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 
 
-@settings(max_examples=15)
 @given(scene=scenes())
 def test_each_head_is_planned_as_if_it_were_alone(scene: Scene) -> None:
     named = {0: GRID, 1: NEAR, 2: GRID, 3: COLUMNS}
@@ -229,8 +228,16 @@ def test_the_shipped_table_lies_in_the_model_s_folder(tmp_path: Path) -> None:
     model = BUILD["qwen"]()
     with pytest.raises(RecipeError, match="no table is shipped with this model"):
         mmaccel.accelerate(model, "per_head")
+    # A default is for all heads then, and for none where the folder has a table of them all.
+    either = {"sparse": {"name": "per_head", "default": "tri_shape"}}
+    with mmaccel.accelerate(model, either) as fast, torch.no_grad():
+        model(**prompt("qwen", PIECES))
+        assert fast.report().heads() == {"tri_shape": 8}
     model.config._name_or_path = str(tmp_path)
     (tmp_path / "heads.json").write_text(json.dumps(table_of(model)))
+    with mmaccel.accelerate(model, either) as fast, torch.no_grad():
+        model(**prompt("qwen", PIECES))
+        assert fast.report().heads() == {"a_shape": 8}
     with mmaccel.accelerate(model, "per_head") as fast, torch.no_grad():
         model(**prompt("qwen", PIECES))
         assert fast.report().heads() == {"a_shape": 8}

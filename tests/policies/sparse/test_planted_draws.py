@@ -35,10 +35,10 @@ def recovered(draws: int, blind: bool) -> tuple[Counter[str], list[object]]:
 
 @pytest.mark.parametrize("blind", [False, True], ids=["its lines", "all lines"])
 def test_a_few_draws(blind: bool) -> None:
-    tally, missed = recovered(28, blind)
+    tally, missed = recovered(14, blind)
     assert not missed
     # Multiples of a stride leave lines out, and divisors add some: harmonics are to be rare.
-    assert tally["exact"] >= 26
+    assert tally["exact"] >= 13
 
 
 @pytest.mark.slow
@@ -63,24 +63,6 @@ def test_the_draws_are_what_they_say() -> None:
     strides = [h.stride for h in drawn]
     assert min(strides) == 2 and max(strides) > 900 and len(set(strides)) > 100
     assert {len(h.columns) for h in drawn} == {len(h.diagonals) for h in drawn} == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("stride", [2, 3, 5, 64, 300])
-def test_what_is_planned_is_what_is_read(stride: int) -> None:
-    n = 4096
-    row, column = torch.arange(n - 64, n)[:, None], torch.arange(n)[None]
-    v, p = stride // 3, stride - 1
-    for kinds in planted.KINDS[1:]:
-        mask = torch.zeros(64, n, dtype=torch.bool)
-        if "vertical" in kinds:
-            mask |= column % stride == v
-        if "slash" in kinds:
-            mask |= (row - column) % stride == p
-        if "horizontal" in kinds:
-            mask |= row % stride == v
-        found = planted.read(mask & (column <= row), "vertical" in kinds, "slash" in kinds)
-        assert found.stride == stride
-        assert found.column in (None, v) and found.diagonal in (None, p)
 
 
 @pytest.mark.parametrize(("stride", "phase"), [(7, 3), (64, 63), (150, 0)])

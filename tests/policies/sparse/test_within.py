@@ -21,7 +21,7 @@ from tests.backends.plans import random_plan, with_extras
 from tests.products import product
 
 from .scenes import Scene, scenes, sequence
-from .test_contract import CASES, listed_by_hand, plan_of, small
+from .test_contract import CASES, listed_by_hand, small
 from .test_no_reads import NoReads
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -58,10 +58,10 @@ def check(plan: AttentionPlan, sinks: int, window: int) -> AttentionPlan:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(scene=scenes(), sinks=st.sampled_from([0, 1, 4, 16, 19, 70]), window=st.integers(1, 150))
 def test_a_narrowed_plan_has_the_pairs_of_both(name: str, scene: Scene, sinks: int, window: int) -> None:
-    plan = plan_of(small(name), scene)
+    plan = scene.plan(small(name))
     if plan is not None:
         check(plan, sinks, window)
 
@@ -88,7 +88,7 @@ SPARSE = [case for case in CASES if case != "dense"]
 )
 def test_blocks_that_a_window_leaves_out_are_not_listed(name: str, shown: tuple[int, int]) -> None:
     sinks, window = shown
-    plan = plan_of(small(name), LONG)
+    plan = LONG.plan(small(name))
     with NoReads():
         plan.within(sinks, window)
     narrow = check(plan, sinks, window)
@@ -105,7 +105,6 @@ def test_blocks_that_a_window_leaves_out_are_not_listed(name: str, shown: tuple[
     assert [(p.sinks, p.edge) for p in moved.parts] == [(p.sinks, p.edge) for p in narrow.parts]
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**16),
     lead=st.sampled_from(["", "b", "h", "bh"]),
@@ -123,7 +122,7 @@ def test_random_plans(seed: int, lead: str, sizes: tuple[int, int], sinks: int, 
 )
 def test_backends_compute_the_narrowed_pairs(name: str, backend: str, shown: tuple[int, int]) -> None:
     sinks, window = shown
-    plan = plan_of(small(name), LONG)
+    plan = LONG.plan(small(name))
     query, key, value = LONG.tensors(torch.float32)
     exact, allowed = budget(query, key, value, plan.to_mask() & window_mask(plan, sinks, window), 0.25)
     out, _ = attend_plan(

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters as ops
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
+from mmaccel.core.errors import RecipeError, at_least, limited, shown
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
@@ -29,7 +29,6 @@ from mmaccel.policies.kv.mosaic.clusters import ClusterTable
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
 
-LEAST = {"init": 2, "visual": 1, "semantic": 1, "buffer": 0}
 SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_scene=2, gain=0.05, unmix=0.5)
 BATCHED = "attention", "feed", "match"
 PREDICTORS = {"query": "query", "projected": "projected", "frames": "query"}
@@ -146,18 +145,22 @@ class ClusterIndex(Index):
     def by(self, look: Tensor) -> None:
         self._asked.copy_(look)
 
-    def _candidates(self, rows: slice, queries: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    def _candidates(
+        self, rows: slice, queries: Tensor, budget: int, words: ops.Words | None
+    ) -> tuple[Tensor, Tensor]:
         """First whole visual clusters by score until they hold `STAGE` times the budget; of the clusters inside these, as
         `Index` has it."""
         now = self._now
         if now.parent is None or now.visual is None:
-            return super()._candidates(rows, queries, budget)
-        scores, size = ops.scored(self.key[rows], queries, self.cosine), now.lists.size[rows]
+            return super()._candidates(rows, queries, budget, words)
+        size = now.lists.size[rows]
+        scores = self._scored(self.key[rows], queries, size, words)
         if self.by_look:
             looks = ops.scored(self.visual_look[None], self._asked[None], True)
             ranked = looks.expand(len(queries), -1).contiguous()
         else:
-            ranked = ops.scored(self.visual_key[rows], queries, self.cosine)
+            held = now.visual.expand(len(queries), -1)
+            ranked = self._scored(self.visual_key[rows], queries, held, words)
         without = ops.outside(ranked, now.visual, STAGE * budget, FEWEST)
         return ops.ordered(scores, size, now.parent[rows], without)
 
@@ -289,7 +292,9 @@ class Clusters(IndexPolicy):
     Clusters are kept up to date as units come: by their centroid and variance, split when the variance passes a threshold
     that depends on the size, at once where a cluster is on the device, else when it is next retrieved (VI-B). Departures
     from the paper (arXiv 2604.10060): a cluster holds units, found by their mean keys (the paper speaks of tokens, its
-    budgets of frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too.
+    budgets of frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too;
+    a question asks by its words (`ask_by`), for by their mean query it finds what most of them agree on: a frame that one
+    word alone is about is then missed in most layers (`lab/LOG.md`).
 
     init          frames before the first clustering; until then units are retrieved one by one
     visual, semantic  units of a cluster at the start, on average, at each level
@@ -305,19 +310,13 @@ class Clusters(IndexPolicy):
     needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})
     opens: ClassVar = ClusterIndex
 
-    init: int = 64
-    visual: int = 16
-    semantic: int = 4
-    buffer: int = 64
+    ask_by: Literal["mean", "words"] = "words"
+    init: int = limited(64, at_least(2))
+    visual: int = limited(16, at_least(1))
+    semantic: int = limited(4, at_least(1))
+    buffer: int = limited(64, at_least(0))
     first_stage: Literal["key", "look"] = "key"
     splits: Literal["passes", "all"] = "passes"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field, least in LEAST.items():
-            check_least(self, least, field)
-        check_choice("clusters", "first_stage", self.first_stage, ("key", "look"))
-        check_choice("clusters", "splits", self.splits, ("passes", "all"))
 
 
 @register("kv", "mosaic")
@@ -338,7 +337,7 @@ class Mosaic(ArchivedPolicy):
 
     FORMER: ClassVar[Mapping[str, Former]] = {
         **ArchivedPolicy.FORMER,
-        **{name: Former(part="clusters") for name in LEAST},
+        **{name: Former(part="clusters") for name in ("init", "visual", "semantic", "buffer")},
         "levels": Former("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
         "granularity": Former("frame", "clusters hold frames"),
         "tile": Former(49, "clusters hold frames"),

@@ -7,6 +7,7 @@ squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -78,6 +79,8 @@ class ClusterTable:
         self.members = torch.zeros(layers, 0, 1, dtype=torch.long)
         self.lazy, self.dirty, self._noted = (torch.zeros(layers, 0, dtype=torch.bool) for _ in range(3))
         self._journal: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+        self._under: dict[int, list[list[int]]] | None = None
+        """Of each parent and layer the clusters under it, ascending; None: not counted yet."""
         self._children: dict[int, Tensor] = {}
         self._units = 0
         self._count_ids()
@@ -109,13 +112,12 @@ class ClusterTable:
             else:
                 ids.append(self._used[at])
                 self._used[at] += 1
-        for name in (*ROWS, "dirty", "_noted"):
+        for name in (*ROWS, "dirty", "_noted") if self.used > self.size.shape[1] else ():
             rows = grow_buffer(getattr(self, name), 1, self.used, fill=FILL.get(name, 0), share=1.0)
             setattr(self, name, rows)
         new = torch.tensor(ids, dtype=torch.long)
         self._note(layer, new)
-        self.parent[layer, new] = parent
-        self._children.clear()
+        self._move(layer, new, parent)
         self.home[layer, new] = -1
         self.lazy[layer, new] = False
         self.limit[layer, new] = 0
@@ -160,18 +162,32 @@ class ClusterTable:
     def set(self, name: str, layer: Tensor, cluster: Tensor, value: Tensor | float) -> None:
         """Write one of the other rows of the clusters (layer [b], cluster [b])."""
         self._note(layer, cluster)
-        getattr(self, name)[layer, cluster] = value
-        self.dirty[layer, cluster] = True
         if name == "parent":
-            self._children.clear()
+            self._move(layer, cluster, torch.as_tensor(value, dtype=torch.long).expand_as(cluster))
+        else:
+            getattr(self, name)[layer, cluster] = value
+        self.dirty[layer, cluster] = True
+
+    def _move(self, layer: Tensor, cluster: Tensor, parent: Tensor) -> None:
+        """The clusters (layer [b], cluster [b]) are under `parent` [b], -1 for none, from now on."""
+        before, self.parent[layer, cluster] = self.parent[layer, cluster], parent
+        if self._under is None:
+            return
+        for at, one, old, new in zip(*(t.tolist() for t in (layer, cluster, before, parent)), strict=True):
+            for above in {old, new} - {-1}:
+                self._children.pop(above, None)
+            if old >= 0:
+                self._under[old][at].remove(one)
+            if new >= 0:
+                bisect.insort(self._under.setdefault(new, [[] for _ in range(self.layers)])[at], one)
 
     def release(self, layer: int, cluster: int) -> None:
         """Free an id; its units belong to other clusters by now."""
         at = torch.tensor([layer]), torch.tensor([cluster])
         self._note(*at)
-        for name, value in (("size", 0), ("members", -1), ("parent", -1), ("home", -1), ("lazy", 0)):
+        self._move(*at, torch.tensor([-1]))
+        for name, value in (("size", 0), ("members", -1), ("home", -1), ("lazy", 0)):
             getattr(self, name)[at] = value
-        self._children.clear()
         self.dirty[at] = True
         heapq.heappush(self._free[layer], cluster)
 
@@ -194,7 +210,6 @@ class ClusterTable:
             inside = self.contents(*at)
             self.centroid[at], self.variance[at], _ = summary(points(at[0], inside), inside >= 0)
         self.dirty = (size > 0) | (before > 0)
-        self._children.clear()
         self.checkpoint()
         self._count_ids()
 
@@ -206,12 +221,17 @@ class ClusterTable:
     def children(self, parent: int) -> Tensor:
         """[L, W] clusters under `parent` at each layer, ascending, then -1: so a newcomer is compared with few. Kept until a
         parent changes; not to be written to."""
+        if self._under is None:
+            self._under = {}
+            for at, parents in enumerate(self.parent[:, : self.used].tolist()):
+                for one, above in enumerate(parents):
+                    if above >= 0:
+                        self._under.setdefault(above, [[] for _ in range(self.layers)])[at].append(one)
         if parent not in self._children:
-            layer, cluster = (self.parent[:, : self.used] == parent).nonzero(as_tuple=True)
-            count = layer.bincount(minlength=self.layers)
-            rank = torch.arange(len(layer)) - (count.cumsum(0) - count)[layer]
-            found = self._children[parent] = torch.full((self.layers, int(count.max())), -1)
-            found[layer, rank] = cluster
+            lists = self._under.get(parent, [[]] * self.layers)
+            width = max(map(len, lists))
+            padded = [some + [-1] * (width - len(some)) for some in lists]
+            self._children[parent] = torch.tensor(padded, dtype=torch.long).view(self.layers, width)
         return self._children[parent]
 
     def changed(self) -> tuple[Tensor, Tensor]:
@@ -288,6 +308,7 @@ class ClusterTable:
     def _count_ids(self) -> None:
         """Free ids are those below the last one in use that have no units; the lowest goes first."""
         self._children.clear()
+        self._under = None
         self._used: list[int] = []
         self._free: list[list[int]] = []
         for size in self.size:

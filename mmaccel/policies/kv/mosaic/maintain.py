@@ -21,8 +21,7 @@ from mmaccel.policies.kv.mosaic.clusters import ClusterTable, Matching, insert, 
 from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, refine
 
 FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
-MOST = 1 << 53
-"""Saved counters are below this."""
+MOST = 1 << 53  # saved counters are below this
 ZERO = torch.zeros(1, dtype=torch.long)
 TOGETHER = 16
 """Units compared with all clusters at once, and units made points at once (Mosaic VII-A, batched matching)."""
@@ -224,12 +223,12 @@ class Hierarchy:
         apart = (u - centroid).square().sum(-1)
         if bool(apart > rules.new_scene * bounds.threshold(ZERO, n + 1)):
             cluster = level.take(ZERO, ZERO - 1)
-            level.fill(ZERO, cluster, torch.tensor([[unit]]), u[:, None])
+            level.add(ZERO, cluster, unit, u, u.new_zeros(1))
             self.counters["scenes"] += 1
         else:
             cluster = torch.tensor([best])
             level.add(ZERO, cluster, unit, *insert(centroid, level.variance[0, near], n, u))
-        new = self._refine_visual(cluster)
+        new = self._refine_visual(cluster) if bounds.first_exceeded(level, int(cluster)) else []
         matching.renew([int(cluster), *new])
         return int(level.owner[0, unit]) if new else int(cluster)
 
@@ -290,7 +289,8 @@ class Hierarchy:
         if not children.shape[1]:
             self._alone(layer, parent, unit, u)
             return
-        near, c, s2 = self._nearest(layer, children, u)
+        cosine = self._cosines(layer, children, u)
+        near, c, s2 = self._nearest(layer, children, cosine, u)
         bounds = self.bounds[1]
         n = level.size[layer, near]
         home, limit = level.home[layer, near], level.limit[layer, near]
@@ -312,34 +312,38 @@ class Hierarchy:
             self.counters["eager_splits"] += self._refine(layer[split], near[split])
         wait = bad & ~split
         if bool(wait.any()):
-            self._defer(layer[wait], near[wait], children[wait], parent, unit, u[wait])
+            self._defer(layer[wait], near[wait], children[wait], cosine[wait], parent, unit, u[wait])
 
     def _alone(self, layer: Tensor, parent: int, unit: int, u: Tensor) -> Tensor:
         ids = self.semantic.take(layer, torch.full_like(layer, parent))
-        self.semantic.fill(layer, ids, torch.full((layer.numel(), 1), unit), u[:, None])
+        self.semantic.add(layer, ids, unit, u, u.new_zeros(len(u)))
         return ids
 
-    def _nearest(self, layer: Tensor, ids: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `ids` [b, W] (-1: none) the cluster [b] nearest to `u` [b, d] in cosine, and its statistics were `u` in it."""
+    def _cosines(self, layer: Tensor, ids: Tensor, u: Tensor) -> Tensor:
+        """[b, W]: of `u` [b, d] with the clusters `ids` [b, W] (-1: anything)."""
         level = self.semantic
         # Row by row, a third of the time that indexing takes.
         rows = (layer[:, None] * level.centroid.shape[1] + ids.clamp_min(0)).flatten()
         centroid = level.centroid.flatten(0, 1).index_select(0, rows).view(*ids.shape, -1)
-        cosine = (centroid @ u[:, :, None])[:, :, 0] / centroid.norm(dim=-1).clamp_min(1e-12)
+        return torch.div((centroid @ u[:, :, None])[:, :, 0], centroid.norm(dim=-1).clamp_min(1e-12))
+
+    def _nearest(self, layer: Tensor, ids: Tensor, cosine: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        """Of `ids` [b, W] (-1: none) the cluster [b] of largest `cosine` with `u` [b, d], its statistics with `u` in it."""
+        level = self.semantic
         best = cosine.masked_fill(ids < 0, -torch.inf).argmax(1)
         near = ids.gather(1, best[:, None])[:, 0].clamp_min(0)
         c, s2 = insert(level.centroid[layer, near], level.variance[layer, near], level.size[layer, near], u)
         return near, c, s2
 
-    def _defer(self, layer: Tensor, near: Tensor, ids: Tensor, parent: int, unit: int, u: Tensor) -> None:
+    def _defer(
+        self, layer: Tensor, near: Tensor, ids: Tensor, cosine: Tensor, parent: int, unit: int, u: Tensor
+    ) -> None:
         """The cluster `near` [b] would have to be split and is not on the device: the unit waits in a buffered one."""
-        level = self.semantic
-        home = torch.where(level.home[layer, near] < 0, near, level.home[layer, near])
+        level, bounds, home = self.semantic, self.bounds[1], self.semantic.home[layer, near]
+        home = torch.where(home < 0, near, home)
         waiting = (level.home[layer[:, None], ids.clamp_min(0)] == home[:, None]) & (ids >= 0)
-        mini, c, s2 = self._nearest(layer, ids.masked_fill(~waiting, -1), u)
+        mini, c, s2 = self._nearest(layer, ids.masked_fill(~waiting, -1), cosine, u)
         n = level.size[layer, mini] + 1
-        bounds = self.bounds[1]
-
         fits = (s2 <= bounds.threshold(layer, n)) & (n <= bounds.largest) & waiting.any(1)
         if bool(fits.any()):
             level.add(layer[fits], mini[fits], unit, c[fits], s2[fits])
@@ -357,9 +361,11 @@ class Hierarchy:
     def _flush(self, layer: Tensor) -> None:
         """Where more units wait than may, the oldest buffered clusters become ordinary ones."""
         for at in layer.tolist():
-            while int(self.semantic.size[at, self.buffer[at]].sum()) > self.rules.buffer:
-                self._unbuffer(at, self.buffer[at][0])
+            sizes = self.semantic.size[at, self.buffer[at]].tolist()
+            while sum(sizes) > self.rules.buffer:
                 self.counters["flushed"] += 1
+                self._unbuffer(at, self.buffer[at][0])
+                del sizes[0]
 
     def _unbuffer(self, layer: int, cluster: int) -> None:
         """A buffered cluster becomes an ordinary one."""

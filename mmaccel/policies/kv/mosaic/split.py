@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,8 +62,7 @@ class Rules:
 
     def calibrate(self, level: ClusterTable, visual: bool) -> Bounds:
         """From the clusters that a level, the visual or the semantic one, has now."""
-        used = slice(0, level.used)
-        s2, n = level.variance[:, used], level.size[:, used]
+        s2, n = level.variance[:, : level.used], level.size[:, : level.used]
         weight = n.to(s2.dtype)
         usual = (s2 * weight).sum(1) / weight.sum(1).clamp_min(1)
         small, large = ((tau * usual).clamp(FLOOR, CAP) for tau in (self.tau_small, self.tau_large))
@@ -95,8 +95,21 @@ class Bounds:
 
     def threshold(self, layer: Tensor, n: Tensor) -> Tensor:
         """Variance threshold of clusters of size `n` [...] at layers `layer` [...]."""
-        small, large = self.small[layer], self.large[layer]
-        return small + (large - small) * (1 - torch.exp((1 - n.to(small.dtype)) / self.alpha))
+        return self._thresholds[layer, n.clamp(max=self._thresholds.shape[1] - 1)]
+
+    @cached_property
+    def _thresholds(self) -> Tensor:
+        """[L, n] of sizes 0 to that from which on they are `large` to the last bit."""
+        n = torch.arange(2 + math.ceil(40 * self.alpha), dtype=self.small.dtype)
+        return self.small[:, None] + (self.large - self.small)[:, None] * (
+            1 - torch.exp((1 - n) / self.alpha)
+        )
+
+    def first_exceeded(self, level: ClusterTable, cluster: int) -> bool:
+        """`exceeded` of one cluster at layer 0: numbers cost less than tensors of one."""
+        n, s2, limit = (float(row[0, cluster]) for row in (level.size, level.variance, level.limit))
+        most = max(float(self._thresholds[0, min(int(n), self._thresholds.shape[1] - 1)]), limit)
+        return s2 > (1.0 if n >= self.smallest else self.apart) * most or n > self.largest
 
     def exceeded(self, layer: Tensor, n: Tensor, s2: Tensor, limit: Tensor) -> Tensor:
         """[b] whether clusters of size `n`, variance `s2` and own limit `limit` [b] must be split."""
@@ -377,8 +390,7 @@ def bisect(x: Tensor, present: Tensor) -> Tensor:
 def halve(present: Tensor) -> Tensor:
     """Labels [B, n] that cut each set in two by its order; -1 where absent."""
     rank = present.cumsum(1) - 1
-    half = (present.sum(1, keepdim=True) + 1) // 2
-    return (rank >= half).long().masked_fill(~present, -1)
+    return (rank >= (present.sum(1, keepdim=True) + 1) // 2).long().masked_fill(~present, -1)
 
 
 def _members(label: Tensor, here: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.clusters import gather_units, grain_of
-from mmaccel.core.errors import RecipeError, StoreError, check_choice
+from mmaccel.core.errors import RecipeError, StoreError, one_of
 from mmaccel.policies.kv.store import saved
 from mmaccel.policies.kv.store.slabs import Lanes, Mark, Shape, Slabs, SlotTable, in_units, on_device
 
@@ -66,7 +66,7 @@ class HostStore:
                 raise RecipeError(f"host store: {field} is {number}; give at least 1.")
         if cap is not None and cap < 0:
             raise RecipeError(f"host store: cap is {cap} bytes; give at least 0, or None.")
-        check_choice("host store", "spill", spill, get_args(Spill))
+        one_of(*get_args(Spill)).check("host store", "spill", spill)
         self.shape, self.device, self.spill = shape, torch.device(device), spill
         self.lanes = lanes or Lanes(self.device)
         place, on_cuda = None if folder is None else Path(folder), self.device.type == "cuda"

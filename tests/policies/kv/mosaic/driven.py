@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.contract.memory import Wheel
-from mmaccel.core.adapter import Geometry
-from mmaccel.core.layout import PositionIds
+from mmaccel.contract import memory as contract
+from mmaccel.contract.memory import GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
 from tests.policies.kv.mosaic.scenes import runs
+from tests.policies.kv.token_streams import CPU, places
 
-LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD, HIDDEN = 3, 4, 2, 8, 6, 3, 10
-GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=HIDDEN, vocab=9)
-CPU = torch.device("cpu")
+HIDDEN = 10
+GEOMETRY = replace(contract.GEOMETRY, hidden=HIDDEN)
 SMALL: dict[str, Any] = dict(window=5, local=2, frames=8, cache=6)
 CLUSTERS: dict[str, Any] = dict(init=12, visual=4, semantic=2, buffer=4)
 RULES: dict[str, Any] = dict(smallest=3, largest=6, alpha=2.0)
@@ -35,20 +34,6 @@ class Looking(Wheel):
 
 
 WHEEL = Looking()
-
-
-def places(axes: int, limit: int) -> PositionIds:
-    """One axis: one column after the other. Three: a unit stands at one time, its tokens at cells."""
-    if axes == 1:
-        unit = HEAD + torch.arange(TOKENS)[None]
-        return PositionIds(
-            torch.arange(HEAD)[None], unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, limit
-        )
-    cell = torch.arange(TOKENS)
-    unit = torch.stack([torch.full((TOKENS,), HEAD), HEAD + cell // 3, HEAD + cell % 3])
-    return PositionIds(
-        torch.arange(HEAD).expand(3, -1), unit, lambda n: 2 * torch.arange(n), HEAD + 4, 2, limit
-    )
 
 
 class Driven:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.policies.kv.mosaic.driven import Driven
+from tests.policies.kv.mosaic.driven import LAYERS, TOKENS, Driven
 from tests.policies.kv.mosaic.scenes import audit, partition
 from tests.policies.kv.mosaic.test_memory import watched
 
@@ -88,6 +88,7 @@ def test_a_broken_clip_is_taken_back(units: int) -> None:
             one.watch(more)
         assert torch.equal(broken.ask(1), alone.ask(1))
     assert partition(broken.index.tree) == partition(alone.index.tree)
+    assert broken.index.tree.counters == alone.index.tree.counters
     broken.state.reset()
     assert broken.state.units() == 0 and broken.state.length() == 0
 
@@ -98,3 +99,22 @@ def test_a_question_that_breaks_off_leaves_the_wire_nothing_to_write(monkeypatch
     with pytest.raises(KeyboardInterrupt), driven.state.question_scope():
         raise KeyboardInterrupt
     assert joined == [driven.state.store.lanes]
+
+
+def test_what_a_broken_clip_pushed_out_stays_forgotten() -> None:
+    """Where the host's memory had to forget older units for it."""
+    unit = LAYERS * 2 * 2 * TOKENS * 8 * 8
+    driven = Driven(host_bytes=unit * 24, spill="drop_oldest", frames=20)
+    state = driven.state
+    driven.watch(31)
+    mark, before = state.checkpoint(), int(state.index.absent.sum())
+    driven.watch(12)
+    state.restore(mark)
+    here = set(range(state._first)) - set(state.index.absent.nonzero()[:, 0].tolist())
+    assert 0 < before < int(state.index.absent.sum())
+    assert all(here == set(state.store.units(layer)) for layer in range(LAYERS))
+    driven.ask(driven.scenes[0])
+    # What the clip itself pushed out comes anew.
+    driven.watch(12)
+    here = set(range(state._first)) - set(state.index.absent.nonzero()[:, 0].tolist())
+    assert all(here == set(state.store.units(layer)) for layer in range(LAYERS))

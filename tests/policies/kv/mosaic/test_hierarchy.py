@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+from mmaccel.policies.kv.mosaic.clusters import one_thread
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from tests.policies.kv.mosaic.scenes import audit, feed, partition, plant, runs, tree_of
 
@@ -82,24 +85,6 @@ def test_what_is_seen_once_at_the_start_has_a_cluster_of_its_own(rare: tuple[int
     assert {frozenset([unit]) for unit in rare} <= partition(tree)[1]
 
 
-@pytest.mark.parametrize("units", [5, 12, 30])
-def test_a_broken_clip_leaves_no_trace(
-    units: int, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> None:
-    tree, alone = tree_of(), tree_of()
-    first = tuple(rows[:units] for rows in stream)
-    feed(tree, first, 5)
-    feed(alone, stream, 5)
-    mark = tree.checkpoint()
-    feed(tree, stream, 5)
-    tree.restore(mark)
-    assert tree.units == tree.means.units == units
-    audit(tree)
-    feed(tree, stream, 5)
-    assert partition(tree) == partition(alone)
-    assert tree.counters == alone.counters
-
-
 def test_scenes_are_found() -> None:
     scenes = runs(80, seed=3, kinds=5)
     tree = tree_of(visual=8, largest=32)
@@ -136,3 +121,60 @@ def test_a_stream_that_begins_with_one_scene_still_tells_scenes_apart() -> None:
         found = partition(tree)[1]
         pure[lift] = sum(int(torch.bincount(truth[list(members)]).max()) for members in found)
     assert pure[4.0] == len(scenes) > pure[0.0] + 20
+
+
+@pytest.fixture
+def three_threads() -> object:
+    """The clustering takes one, and leaves the others to whoever calls it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_one_thread_inside_and_as_many_as_before_after(three_threads: object) -> None:
+    seen: list[int] = []
+    with pytest.raises(KeyError), one_thread():
+        with one_thread():
+            seen.append(torch.get_num_threads())
+        seen.append(torch.get_num_threads())
+        raise KeyError
+    assert [*seen, torch.get_num_threads()] == [1, 1, 3]
+
+
+def test_another_thread_keeps_its_own(three_threads: object) -> None:
+    begun, done, seen = threading.Event(), threading.Event(), list[int]()
+
+    def other() -> None:
+        seen.append(torch.get_num_threads())
+        begun.set()
+        done.wait()
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.wait()
+    with one_thread():
+        done.set()
+        thread.join()
+    assert seen == [3, 3]
+
+
+def test_inserting_and_splitting_take_one_thread(
+    three_threads: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+    place, refine = Hierarchy._place_look, Hierarchy._refine
+    for name, work in (("_place_look", place), ("_refine", refine)):
+
+        def watched(*given: object, work: object = work) -> object:
+            seen.add(torch.get_num_threads())
+            return work(*given)  # type: ignore[operator]
+
+        monkeypatch.setattr(Hierarchy, name, watched)
+    tree = tree_of(buffer=64)
+    feed(tree, plant(runs(40)), 5)
+    assert seen == {1} and torch.get_num_threads() == 3
+    seen.clear()
+    tree.touch(0, (tree.semantic.size[0] > 0).nonzero()[:, 0])
+    assert seen == {1} and torch.get_num_threads() == 3

@@ -75,4 +75,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestHierarchy = Machine.TestCase
-TestHierarchy.settings = settings(max_examples=20, stateful_step_count=20, deadline=None, derandomize=True)
+TestHierarchy.settings = settings(stateful_step_count=20)

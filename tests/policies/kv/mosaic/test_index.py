@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmaccel.backends.ops.clusters import Words, scored, scored_by_words
 from mmaccel.policies.kv._index import Found
 from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
@@ -154,20 +155,6 @@ def test_before_there_are_clusters_units_are_retrieved_one_by_one() -> None:
     assert found.entries.tolist() == sorted(score.topk(3).indices.tolist())
 
 
-def test_the_index_follows_what_changes() -> None:
-    tree = tree_of()
-    data = plant(runs(70))
-    feed(tree, tuple(rows[:30] for rows in data), 5)
-    index = index_of(tree)
-    feed(tree, data, 5)
-    tree.touch(0, (tree.semantic.size[0] > 0).nonzero()[:, 0])
-    index.refresh()
-    fresh = index_of(tree)
-    for seed in range(5):
-        a, b = (one.search(0, query(seed), 9, 70) for one in (index, fresh))
-        assert torch.equal(a.entries, b.entries)
-
-
 @pytest.mark.parametrize("count", [1, 99])
 def test_a_cluster_that_is_taken_back_is_found_no_more(count: int) -> None:
     """Nothing else has changed: of all that the index is told, nothing has entries, and it may have room for less."""
@@ -201,3 +188,44 @@ def test_the_first_stage_may_go_by_looks(tree: Hierarchy) -> None:
             chosen.append(order[len(chosen)])
         assert len(chosen) < len(means) and set(tree.visual.owner[0, found.entries].tolist()) <= set(chosen)
         assert len(found.entries) == budget and int(found.entries.max()) < end
+
+
+def test_words_ask_each_for_itself(tree: Hierarchy) -> None:
+    """Clusters by how far they are above others for their best word, less the mean over words, from the definition."""
+    index, end, budget, layer = index_of(tree), tree.units, 12, 1
+    assert index.by_words
+    rows = torch.stack([query(seed) for seed in range(3)])
+    index.prepare(end)
+    asked = Words(rows[None], torch.tensor([3]))
+    found = index.search_ahead(layer, rows.mean(0)[None], budget, 0, words=asked)[0]
+    for level, at in ((tree.visual, 0), (tree.semantic, layer)):
+        used = [one for one in range(level.used) if level.size[at, one] > 0]
+        inside = [(level.owner[at, :end] == one).nonzero()[:, 0] for one in used]
+        mean = torch.stack([tree.means.key[some, layer].float().mean(0) for some in inside])
+        score = mean @ rows.T
+        score = (score - score.mean(0)) / score.std(0, correction=0)
+        score = score.max(1).values - score.sum(1) / 4
+        ranked = sorted(zip(score.tolist(), used, inside, strict=True), reverse=True, key=lambda one: one[0])
+        if level is tree.visual:
+            held, chosen = 0, list[int]()
+            for _, one, some in ranked:
+                if held < STAGE * budget or len(chosen) < FEWEST:
+                    chosen.append(one)
+                    held += len(some)
+    units = list[int]()
+    for _, one, some in ranked:
+        if int(tree.semantic.parent[layer, one]) in chosen and len(units) < budget:
+            own = tree.means.key[some, layer].float() @ rows.mean(0)
+            units += some[own.argsort(descending=True, stable=True)][: budget - len(units)].tolist()
+    assert found.entries.tolist() == sorted(units)
+
+
+def test_a_frame_that_one_word_is_about_is_found() -> None:
+    """Many clusters answer most words; one answers a single word. The mean query does not find it; the words do."""
+    common, rare = torch.eye(WIDTH)[0], torch.eye(WIDTH)[1]
+    key = torch.stack([10 * common] * 30 + [8 * common + 3 * rare])[None]
+    key = key + 0.01 * torch.randn(key.shape, generator=torch.Generator().manual_seed(0))
+    words = torch.stack([common] * 5 + [rare])
+    size = torch.ones(1, 31, dtype=torch.long)
+    assert int(scored(key, words.mean(0)[None], False).argmax()) != 30
+    assert int(scored_by_words(key, Words(words[None], torch.tensor([6])), size, False).argmax()) == 30

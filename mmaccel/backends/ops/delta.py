@@ -1,0 +1,96 @@
+"""A running state (Gated DeltaNet, arXiv 2412.06464) over the few new rows of a decode step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmaccel.backends.ops.layer_ops import rms_norm
+from mmaccel.backends.ops.operator import operator, runs_triton_in_float32
+
+
+@operator(
+    "delta",
+    serves=runs_triton_in_float32,
+    mutates=("journal", "state"),
+    fake=lambda gate: torch.empty_like(gate, memory_format=torch.contiguous_format),
+)
+def delta_rows(
+    rows: Tensor,
+    gate: Tensor,
+    conv: Tensor,
+    decay: Tensor,
+    shift: Tensor,
+    gain: Tensor,
+    eps: float,
+    told: Tensor,
+    journal: Tensor,
+    state: Tensor,
+) -> Tensor:
+    """New rows of B sequences through convolution, gated delta rule, norm and gate, as the modules of transformers round.
+
+    A state lags behind. What it has not taken in yet is computed anew from the journal, which holds rows as the projection
+    gave them: a sequence is rolled back by an earlier `start`, and rows of padding, behind all others, leave no trace.
+
+    told     [B, 4] long. `start`: the first new column; `base`: how many columns, the first ones, the state has taken in;
+             `upto`: how many it takes in now, at most `start`; `seat`: which of the journals and states are the sequence's
+    rows     [B * n, W], the columns ``start .. start + n - 1`` of each: queries and keys of G heads of K, values of H heads
+             of V, then for each of the H how much is written, and how fast it decays. They are written to the journal
+    gate     [B * n, H * V]; conv [W - 2 H, taps]; decay, shift [H] (`A_log`, `dt_bias`); gain [V] and `eps` of the norm
+    journal  [S, R, W]: column c is row c % R; zeros before column 0
+    state    [S, H, K, V] float32
+
+    Gives [B * n, H * V].
+    """
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    n = len(rows) // len(told)
+    for at, (*when, seat) in enumerate(told.tolist()):  # off a device: nothing waits
+        some = slice(at * n, (at + 1) * n)
+        said = _ruled(rows[some], conv, decay, shift, when, journal[seat], state[seat])
+        normed = rms_norm.plain(said.to(gate.dtype), gain, eps)
+        out[some] = (normed * functional.silu(gate[some].float()).view_as(normed)).flatten(1)
+    return out
+
+
+def _ruled(
+    rows: Tensor,
+    conv: Tensor,
+    decay: Tensor,
+    shift: Tensor,
+    when: list[int],
+    journal: Tensor,
+    state: Tensor,
+) -> Tensor:
+    """[n, H, V] float32 of one sequence, without norm and gate."""
+    (heads, K, V), taps, here, (first, taken, upto) = state.shape, conv.shape[1], journal.shape[0], when
+    end = first + len(rows)
+    journal[torch.arange(first, end, device=rows.device) % here] = rows
+    out = rows.new_zeros(len(rows), heads, V, dtype=torch.float32)
+    if end == taken:
+        return out
+    past = journal[torch.arange(taken - taps + 1, end, device=rows.device) % here]
+    mixed = functional.conv1d(past[:, : len(conv)].T[None], conv[:, None], groups=len(conv))[0]
+    each = (len(conv) - heads * V) // 2
+    mixed = functional.silu(mixed).T.float()
+    query, key, value = mixed[:, :each], mixed[:, each : 2 * each], mixed[:, 2 * each :]
+    query, key = (
+        _unit(x.reshape(len(x), -1, K)).repeat_interleave(heads * K // each, 1) for x in (query, key)
+    )
+    value, (write, fade) = value.reshape(len(value), heads, V), past[taps - 1 :, len(conv) :].chunk(2, 1)
+    write = write.sigmoid().float()
+    fade = (-decay.float().exp() * functional.softplus(fade.float() + shift)).exp()
+    now = state.clone()
+    for at, column in enumerate(range(taken, end)):
+        now *= fade[at, :, None, None]
+        missing = value[at] - (now * key[at, :, :, None]).sum(1)
+        now += key[at, :, :, None] * (missing * write[at, :, None])[:, None]
+        if column >= first:
+            out[column - first] = (now * query[at, :, :, None]).sum(1) * K**-0.5
+        if column + 1 == upto:
+            state.copy_(now)
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,22 @@
+"""A mixture of experts over the few new rows of a decode step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmaccel.backends.ops.layer_ops import reads_weights
+from mmaccel.backends.ops.operator import operator
+
+
+@operator("experts", serves=reads_weights, fake=lambda x: torch.empty_like(x))
+def expert_rows(x: Tensor, chosen: Tensor, share: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Rows x [R, E] through the experts of each. Which these are is read on the device alone: the host never waits.
+
+    chosen [R, k] long, share [R, k]: numbers of experts, and the weights of their outputs. gate_up [N, 2 I, E], a gate's
+    outputs first; down [N, E, I]. Gives [R, E].
+    """
+    gate, up = torch.einsum("re,rkie->rki", x, gate_up[chosen]).chunk(2, -1)
+    made = torch.einsum("rki,rkei->rke", functional.silu(gate) * up, down[chosen])
+    return (made * share[..., None]).sum(1).to(x.dtype)

@@ -1,0 +1,252 @@
+"""Steps of layers with a running state and of mixtures of experts: the model's own tokens, some of them taken back."""
+
+from __future__ import annotations
+
+import gc
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.decoding import replay
+from mmaccel.core.errors import ModelError
+from mmaccel.models import decode, recurrent, step
+from mmaccel.models.attention import cache_of
+from mmaccel.models.recurrent import Recurrent, Seats
+from mmaccel.models.runner import HFRunner
+from mmaccel.policies.draft import Sequential
+from mmaccel_lab import world
+from mmaccel_lab.train import pixels
+from tests.core.test_replay import Repeated
+from tests.models.streams import logits
+from tests.models.test_hybrid import PIECES, Echo
+from tests.models.test_stream_families import CLOSE, FPS, QUESTION, TIGHT, film, session
+from tests.models.test_stream_families import pair as stream_pair
+from tests.models.tiny_random import prompt, sampler
+
+KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe"]
+pytestmark = pytest.mark.numeric(by="torch")
+
+
+@cache
+def model_of(kind: str, seed: int = 0) -> Any:
+    """With gains, rates and routing that are not what they begin as; the last layer of a hybrid has a running state."""
+    made = sampler(kind).model(5, seed=seed)
+    draw = torch.Generator().manual_seed(seed + 5)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if weight.ndim == 1 or "mlp.gate.weight" in name or "conv1d" in name:
+                weight.add_(torch.randn(weight.shape, generator=draw) * 0.3)
+    made.generation_config.eos_token_id = None
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["written", "replayed"])
+def replays(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, where no step is captured; or as on a device, where what the host gave the first time is what is read."""
+    if request.param:
+        made = replay.Replays.__init__
+
+        def works(one: Any, device: torch.device) -> None:
+            made(one, device)
+            one.works = True
+
+        monkeypatch.setattr(replay, "_Replay", Repeated)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(replay.Replays, "__init__", works)
+
+
+def pair(kind: str, rows: tuple[int, ...] = (1, 4, 8)) -> tuple[HFRunner, HFRunner]:
+    """A runner by modules and one by steps, after a prompt."""
+    model = model_of(kind)
+    family: Any = adapter_for(model)
+    both = tuple(HFRunner(model, family, cache_of(model, family), some) for some in ((), rows))
+    for one in both:
+        one.prefill(prompt(kind, PIECES))
+    return both  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_steps_are_the_model_s_own(kind: str, replays: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back by a few rows, by more than the state lags behind, and over a copy of it; then rows that go through modules."""
+    monkeypatch.setattr(recurrent, "REACH", 12)
+    monkeypatch.setattr(recurrent, "LAG", 3)
+    plain, steps = pair(kind)
+    draw, seen, part = torch.Generator().manual_seed(1), [], decode.Part.__call__
+    monkeypatch.setattr(
+        decode.Part, "__call__", lambda one, ids, *rest: seen.append(ids) or part(one, ids, *rest)
+    )
+    for back, counts in (
+        *((0, (1, 1, 3, 1, 4)), (2, (2, 1)), (1, (1, 1, 1, 1, 1, 1, 1)), (5, (1, 7, 1)), (9, (5, 1))),
+        *((12, (2, 8, 8, 6)), (3, (1, 1)), (0, (11, 1, 2)), (1, (9, 3)), (2, (1,))),
+    ):
+        for one in (plain, steps):
+            one.truncate(one.length() - back)
+        for count in counts:
+            ids = torch.randint(3, 180, (1, count), generator=draw)
+            assert torch.allclose(steps.step(ids), plain.step(ids), atol=2e-5)
+            assert steps.length() == plain.length()
+    assert len(seen) == 29  # all but the two of more than 8 rows
+
+
+@torch.no_grad()
+def test_a_state_goes_back_no_further_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "REACH", 12)
+    _, steps = pair("qwen3_5")
+    length = steps.length()
+    steps.step(torch.tensor([[5, 6, 7]]))
+    with pytest.raises(ModelError, match="not into a prompt"):
+        steps.truncate(length - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draft", ["off", "echo", "model"])
+def test_a_recipe_decodes_by_them(
+    kind: str, draft: str, replays: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token for token; a draft with other weights is often wrong, and goes back itself. A later turn goes on from there."""
+    model, inputs = model_of(kind), prompt(kind, PIECES)
+    choice = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    want = model.generate(**inputs, **choice)
+    more = torch.randint(3, 180, (1, 6), generator=torch.Generator().manual_seed(9))
+    ids = torch.cat([want.sequences, more], 1)
+    turn: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **choice}
+    after = model.generate(**turn, past_key_values=want.past_key_values)
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    drafts = {"echo": Echo(), "model": Sequential(model=model_of(kind, seed=1), window=3)}
+    with mmaccel.accelerate(model, **({} if draft == "off" else {"draft": drafts[draft]})) as fast:
+        got = fast.generate(**inputs, **choice)
+        told = fast.report().draft
+        assert torch.equal(got.sequences, want.sequences)
+        again = fast.generate(**turn, past_key_values=got.past_key_values)
+        assert torch.equal(again.sequences, after.sequences)
+    if draft != "off":
+        assert told["failed"] is None and told["accepted"] < told["proposed"]
+
+
+@pytest.mark.parametrize("draft", ["off", "prompt_lookup"])
+def test_the_trained_hybrid_says_what_it_said(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mmaccel.load_model("tiny-hybrid", device="cpu")
+    model.generation_config.eos_token_id = None
+    pytest.importorskip("torchvision", reason="Qwen3-VL's processor needs torchvision")
+    table = world.World.generate(3, 40).table()
+    shown = world.render(table, pixels.NATIVE_HEIGHT, pixels.NATIVE_WIDTH)
+    asked = "what colour was the star ? what colour was the star ?"
+    inputs = dict(mmaccel.load_processor("tiny-hybrid").chat(asked, videos=shown, fps=1.0))
+    told = {"max_new_tokens": 24, "do_sample": False}
+    want = model.generate(**inputs, **told)
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    with mmaccel.accelerate(model, draft=draft):
+        assert torch.equal(model.generate(**inputs, **told), want)
+
+
+@torch.no_grad()
+def test_a_seat_is_given_to_the_next_sequence() -> None:
+    modules = [*adapter_for(model_of("qwen3_5")).states(model_of("qwen3_5")).values()]  # type: ignore[attr-defined]
+    seats = Seats(modules)
+    one, other = ([Recurrent(module) for module in modules] for _ in range(2))
+    assert [seats.of(some, 2) for some in (one, other, one)] == [(0, 0, 0, 0), (0, 0, 0, 1), (2, 0, 2, 0)]
+    assert len(seats.owners) == 2
+    for layer in one:
+        layer.leave()  # a pass of the model comes
+    third = [Recurrent(module) for module in modules]
+    assert seats.of(third, 1)[3] == 0
+    del other, layer
+    gc.collect()
+    assert seats.of(one, 1) == (4, 4, 4, 1) and len(seats.owners) == 2
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "perception_lm", "glm46v", *KINDS])
+@pytest.mark.parametrize("kv", ["rekv", "streammem", "full"])
+def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
+    model, _ = stream_pair(kind)
+    before, run, seen = {}, step.StreamSteps.run, []
+
+    def noted(steps: Any, given: Any, embeds: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(len(embeds))
+        return run(steps, given, embeds, *rest)
+
+    monkeypatch.setattr(step.StreamSteps, "run", noted)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name and weight.ndim == 1:
+                before[name] = weight.clone()
+                weight.uniform_(0.5, 1.5)
+    try:
+        with session(kind, TIGHT[kv]) as one:
+            one.watch(film(12, kind), fps=FPS)
+            by_modules = logits(one, QUESTION), one.ask(QUESTION, 6).ids
+            assert not seen
+            monkeypatch.setattr(step, "DEVICES", ("cpu",))
+            assert (logits(one, QUESTION) - by_modules[0]).abs().max() <= 10 * CLOSE
+            assert one.ask(QUESTION, 6).ids == by_modules[1] and 1 in seen and max(seen) > 1
+    finally:
+        with torch.no_grad():
+            for name, weight in before.items():
+                model.get_parameter(name).copy_(weight)
+
+
+@pytest.mark.parametrize("kv", ["rekv", "full"])
+def test_questions_in_turns_on_two_sessions(kv: str, replays: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of each are its own, with a draft that is often wrong, and after what was computed ahead of an answer."""
+    kind, asked = "qwen3_5", ("a b a b a b?", "what moved?", "a b a b a b?")
+    frames = film(20, kind)
+
+    def said() -> list[Any]:
+        with session(kind, TIGHT[kv]) as one, session(kind, TIGHT[kv], draft=Echo()) as other:
+            told = []
+            for at, question in enumerate(asked):
+                for each, first in ((one, 8 * at), (other, 4 + 8 * at)):
+                    each.watch(frames[first : first + 8], fps=FPS)
+                    told.append(each.ask(question, 9).ids)
+            return told
+
+    by_modules = said()
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    assert said() == by_modules
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_they_are_captured(kind: str, dtype: torch.dtype) -> None:
+    """Each width once, and nothing is left to run as it is written."""
+    model = model_of(kind).to("cuda", dtype)
+    family: Any = adapter_for(model)
+    inputs = {name: x.cuda() for name, x in prompt(kind, PIECES).items()}
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+    plain, steps = (HFRunner(model, family, cache_of(model, family), some) for some in ((), (1, 4)))
+    assert torch.equal(plain.prefill(inputs), steps.prefill(inputs))
+    wide = 2e-3 if dtype == torch.float32 else 0.15
+    for round_ in range(4):
+        for ids in ([[7]], [[9]], [[1, 2, 3]], [[4, 2]], [[5]]):
+            given = torch.tensor(ids, device="cuda")
+            assert torch.allclose(plain.step(given), steps.step(given), atol=wide)
+        for one in (plain, steps):
+            one.truncate(one.length() - 2 - round_)
+    ways = [one for part in steps.steps.parts for one in part.replays._held.values()]  # type: ignore[union-attr]
+    assert len(ways) == 2 and all(isinstance(one, replay._Replay) for each in ways for one in each.values())
+    model.to("cpu", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", ["off", "echo", "model"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_they_give_the_plain_tokens(kind: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, peer = model_of(kind).cuda(), model_of(kind, seed=1).cuda()
+    inputs = {name: x.cuda() for name, x in prompt(kind, PIECES).items()}
+    told = {"max_new_tokens": 40, "do_sample": False}
+    want, graphs, capture = model.generate(**inputs, **told), [], replay.captured
+    monkeypatch.setattr(replay, "captured", lambda *given: graphs.append(capture(*given)) or graphs[-1])
+    drafts = {"echo": Echo(), "model": Sequential(model=peer, window=3)}
+    with mmaccel.accelerate(model, **({} if draft == "off" else {"draft": drafts[draft]})) as fast:
+        assert torch.equal(fast.generate(**inputs, **told), want)
+    assert graphs
+    for one in (model, peer):
+        one.cpu()

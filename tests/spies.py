@@ -1,0 +1,21 @@
+"""Calls that a test listens to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def heard(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable[..., Any]) -> list[Any]:
+    """What `tell` makes of the arguments of each call of `owner.name` from now on, which is made all the same."""
+    seen: list[Any] = []
+    plain = getattr(owner, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        seen.append(tell(*given, **named))
+        return plain(*given, **named)
+
+    monkeypatch.setattr(owner, name, noted)
+    return seen

@@ -1,0 +1,242 @@
+"""The scripts of bench/ run from end to end on a CPU, at sizes that say nothing, and go on where they stopped."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from mmaccel.backends.ops import dense_attend as dense
+from mmaccel.core.report import read_rows
+from tests import SOURCES
+from tests.benches import ROOT, ran
+from tests.models.streams import CLUSTERS
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A script of bench/ by name, told these words."""
+
+    def named(name: str, *words: str) -> Any:
+        monkeypatch.syspath_prepend(str(ROOT / "bench"))
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        return importlib.import_module(name)
+
+    return named
+
+
+def run(name: str, out: Path, *words: str) -> list[Row]:
+    """Its rows, the first of them the conditions; none failed."""
+    first, *rows = ran(name, out, *words)
+    assert "torch" in first["environment"]
+    assert [row for row in rows if "failed" in row] == []
+    return rows
+
+
+ATTEND = [
+    "--tokens",
+    "512",
+    "--repeats",
+    "2",
+    "--warmup",
+    "0",
+    "--size",
+    "16",
+    "--heads",
+    "4",
+    "2",
+    "--dtype",
+    "float32",
+]
+
+
+def test_every_case_of_attention(tmp_path: Path) -> None:
+    rows = run("attend", tmp_path / "rows.jsonl", *ATTEND)
+    cases = {row["case"] for row in rows}
+    assert cases >= {"a_shape", "vertical_slash_near", "vertical_slash_frames", "grid", "q_boundary"}
+    assert "boundary_2d_single" in cases
+    for case in cases:
+        ways = {row["way"]: row for row in rows if row["case"] == case}
+        assert set(ways) == {"dense_flash", "index", "index_first", "reference", "reference and index"}
+        assert 0 < ways["reference"]["kept"] < 1.2 and ways["reference"]["median_s"] > 0
+        assert ways["reference"]["against_s"] == ways["dense_flash"]["median_s"]
+
+
+def test_attention_of_others_is_timed_beside(tmp_path: Path) -> None:
+    """They get the tensors, and what ours computes; their rows stand among ours."""
+    other = tmp_path / "other.py"
+    other.write_text(
+        "def ways(query, key, value, facts):\n"
+        "    if 'columns' not in facts:\n"
+        "        return\n"
+        "    columns, diagonals = facts['columns'], facts['diagonals']\n"
+        "    assert columns.shape[:2] == diagonals.shape[:2] == query.shape[:2]\n"
+        "    assert facts['tokens'] == query.shape[2] == key.shape[2] == value.shape[2]\n"
+        "    kept = facts['plan'].to_mask()\n"
+        "    assert kept[0, 0, -1, columns[0, 0]].all() and kept[0, 1, -1, facts['tokens'] - 1 - diagonals[0, 1]].all()\n"
+        "    yield 'the other', lambda: query + 1\n"
+    )
+    cases = ("--cases", "vertical_slash_frames", "a_shape", "--no-dense", "--beside", str(other))
+    rows = run("attend", tmp_path / "rows.jsonl", *cases, *ATTEND)
+    told = [(row["case"], row["way"]) for row in rows if row["way"] == "the other"]
+    assert told == [("vertical_slash_frames", "the other")]
+
+
+def test_families_beside_the_scaled_first_shape(tmp_path: Path) -> None:
+    few = ["--shrink", "512", "--repeats", "2", "--questions", "2"]
+    rows = run("families", tmp_path / "rows.jsonl", *few)
+    shapes = ["qwen2.5-vl-7b", "qwen3-vl-8b", "qwen3.5-9b", "internvl3.5-8b", "glm-4.1v-9b"]
+    for case in ("prefill", "decode", "question"):
+        found = [row for row in rows if row.get("case") == case]
+        assert [row["shape"] for row in found] == shapes
+        assert "ratio" not in found[0] and all(row["seconds"] > 0 < row["work"] for row in found)
+        for row in found[1:]:
+            scaled = found[0]["seconds"] * row["work"] / found[0]["work"]
+            assert row["scaled_s"] == pytest.approx(scaled)
+            assert row["ratio"] == pytest.approx(row["seconds"] / scaled)
+    assert all(row["captured"] for row in rows if row.get("case") == "decode")
+
+
+def test_every_way_of_transfer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = "--frames 64 --retrieve 32 --window 4 --layers 2 --tokens 4 --size 8 --slab-mib 1 --work 16 --repeats 2"
+    rows = run("transfer", tmp_path / "rows.jsonl", *few.split())
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    asked = {(row["way"], row["run"]): row for row in rows if row["case"] == "question"}
+    for at in (1, 4, 16):
+        ways = {way: row for (way, run), row in asked.items() if run == at}
+        assert set(ways) == {"pieces", "gather", "index"}
+        assert ways["pieces"]["copies"] == 2 * 32 * 2
+        assert ways["gather"]["copies"] == ways["index"]["copies"] == 2
+        assert all(row["gb_s"] > 0 and row["bytes"] == 2 * 32 * 2 * 4 * 4 * 8 * 2 for row in ways.values())
+    overlap = {row["way"]: row for row in rows if row["case"] == "overlap"}
+    assert set(overlap) == {"ahead", "waiting", "computing"}
+    assert overlap["ahead"]["early"] == 1, "on a CPU a transfer has ended when it is issued"
+
+
+def prefill(out: Path, *only: str) -> list[Row]:
+    few = "--shrink 2048 --quick --dtype float32 --heads 4 2 --size 16"
+    return run("prefill", out, *few.split(), "--only", *only)
+
+
+def test_steps_of_prefill_are_not_run_again(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    rows = prefill(out, "layer:grid_128k", "model:128k")
+    assert [row["done"] for row in rows if "done" in row] == ["layer:grid_128k", "model:128k"]
+    ways = {row["way"]: row for row in rows if row.get("case") == "model:128k"}
+    assert set(ways) == {"sparse", "dense", "dense_flash_2"} and 0 < ways["sparse"]["kept"] < 1
+    assert ways["dense"]["median_s"] > 0 and ways["dense"]["layers_timed"] == 8
+    again = prefill(out, "layer:grid_128k", "layer:a_shape_128")
+    assert [row["done"] for row in again if "done" in row][2:] == ["layer:a_shape_128"]
+
+
+def test_the_tower_alone_is_timed(tmp_path: Path) -> None:
+    rows = prefill(tmp_path / "rows.jsonl", "vision:")
+    done = ["vision:128k", "vision:512k", "vision:1m", "vision:hour"]
+    assert [row["done"] for row in rows if "done" in row] == done
+    ways = [(row["case"], row["way"], row["most"], row["patches"]) for row in rows if "way" in row]
+    # Frames of 196 tokens, of four patches each: two of them at least, and a call has at most 16 384.
+    assert ways == [
+        ("vision:128k", "parts", 16384, 2 * 784),
+        ("vision:128k", "whole", None, 2 * 784),
+        ("vision:512k", "parts", 16384, 2 * 784),
+        ("vision:1m", "parts", 16384, 2 * 784),
+        *[("vision:hour", way, 16384, 2 * 288) for way in ("modules", "parts") * 3],
+    ]
+    assert all(row["median_s"] > 0 for row in rows if "way" in row)
+
+
+def test_every_way_of_dense_attention_can_be_taken(script: Callable[..., Any]) -> None:
+    """Also that by flash-attn 4, which no CPU has: what is changed is taken back."""
+    before, taken = (dense.FLASH_FROM, dense.FASTEST), {}
+    for way, changed in script("prefill").DENSE.items():
+        with patch.multiple(dense, **changed):
+            taken[way] = dense.FLASH_FROM, dense.FASTEST
+    assert taken["dense_flash_attn_4"] == before == (dense.FLASH_FROM, dense.FASTEST)
+    # In the two others no prompt is long enough.
+    assert all(taken[way][0] > 1 << 40 for way in ("dense", "dense_flash_2"))
+    assert taken["dense"][1] == before[1] != taken["dense_flash_2"][1]
+
+
+def test_a_ratio_and_where_it_may_lie(script: Callable[..., Any]) -> None:
+    ratio_of = script("prefill").ratio_of
+    same = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.0]
+    middle, low = ratio_of(same, same)
+    assert middle == 1 and 0.97 < low <= 1
+    middle, low = ratio_of([2 * s for s in same], same)
+    assert middle == pytest.approx(2) and 1.9 < low <= 2
+    # One run that was disturbed says little of the ratio.
+    assert ratio_of(same, [*same[:-1], 9.0])[1] > 0.95
+
+
+@pytest.mark.slow
+def test_settings_of_recommend_run_and_their_memory_is_predicted(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    few = ("--device", "cpu", "--shrink", "12", "--limit", "9000", "--out", str(out))
+    only = ("--only", "exact:llava-onevision-7b:3:1", "exact:llava-onevision-7b:8:5")
+    done = subprocess.run(
+        [sys.executable, "bench/recommend.py", *few, *only],
+        env={**os.environ, "PYTHONPATH": SOURCES}, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if row.get("case") == "recommend"]
+    assert [(row["frames"], row["questions"]) for row in rows] == [(7, 1), (20, 5)], done.stdout
+    # Seconds depend on who else uses the machine; bytes do not.
+    assert all(row["peak_reached"] and row["predicted_s"] > 0 for row in rows), rows
+
+
+KILLED = {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "keep_seconds": 5.0}
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.slow)], ids=["some", "many"])
+def test_what_a_killed_process_saved_is_whole(count: int, script: Callable[..., Any]) -> None:
+    row = script("kills").killed(count, 0.3, KILLED)
+    print(row)
+    assert row["damaged"] == [] and row["kills"] == count and row["frames"] > 0
+    assert 0 < row["in_a_save"] <= count and row["lost_s_most"] <= row["bound_s"]
+
+
+@pytest.mark.slow
+def test_a_day_goes_on_where_it_ended(tmp_path: Path, script: Callable[..., Any]) -> None:
+    for name in ("fastapi", "uvicorn"):
+        pytest.importorskip(name)
+    out = tmp_path / "rows.jsonl"
+    words = "--folder", str(tmp_path / "day"), "--out", str(out), "--fps", "0.1", "--keep-seconds", "1200"
+    for hours in (1, 2):
+        with pytest.raises(SystemExit) as ended:
+            script("day", "--hours", str(hours), *words).main()
+        assert not ended.value.code
+    rows = [row for row in read_rows(out) if "hour" in row]
+    assert [row["hour"] for row in rows] == [1, 2] and rows[1]["frames"] == 2 * 360
+    assert all(row["same"] == row["questions"] > 0 and row["same_held"] for row in rows)
+    assert rows[1]["let_go"] == 2 * 360 - 121
+
+
+RAY = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", ["0", pytest.param("2", marks=RAY)])
+def test_streams_are_served_by_replicas(
+    shipped: Callable[[str], str], tmp_path: Path, script: Callable[..., Any], replicas: str
+) -> None:
+    pytest.importorskip("httpx2")
+    shipped("tiny-ov")
+    out = tmp_path / "rows.jsonl"
+    script("replicas", "--replicas", replicas, "--streams", "3", "--seconds", "3", "--out", str(out)).main()
+    first, row = map(json.loads, out.read_text().splitlines())
+    assert first["environment"]["torch"] and row["replicas"] == int(replicas) and row["streams"] == 3
+    assert row["questions"] > 2 and row["frames_per_s"] >= row["clip"] * row["questions_per_s"] > 0
+    assert 0 < row["question_median_s"] <= row["question_p95_s"] < 30

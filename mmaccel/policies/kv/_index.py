@@ -24,9 +24,8 @@ from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import UnitRows
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
-from mmaccel.policies.kv._ingest import some_layers
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.store.slabs import in_units, on_device
+from mmaccel.policies.kv.store.slabs import on_device
 
 LEAST = 256
 """Units that are no more are let go of when they are so many at least."""
@@ -94,16 +93,6 @@ class Survey:
     ready: bool = True
     number: Tensor | None = None
     rows: int | None = None
-
-
-def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
-    """[L, n, G * D] float32: of each unit of `tokens` tokens the mean of its keys (`side` 0) or values (1), of all layers'
-    [1, G, n * P, D]."""
-    made, sides = list[Tensor](), [pair[side] for pair in pairs]
-    for layers in some_layers(len(sides), sides[0].shape[2] // tokens):
-        rows = torch.cat(sides[layers.start : layers.stop]) if len(layers) > 1 else sides[layers.start]
-        made.append(in_units(rows, tokens).mean(3, dtype=torch.float32).transpose(1, 2).flatten(2))
-    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 class Index(ABC):

@@ -16,6 +16,7 @@ from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import host_available
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
 from mmaccel.policies.kv._window import Pair, PassState, Ring
+from mmaccel.policies.kv.store.slabs import in_units
 
 SHARE = 0.5
 """Of the memory that is free when an ingestion begins: the rest is for a pass's own values and for the index."""
@@ -121,6 +122,16 @@ def some_layers(layers: int, units: int) -> list[range]:
     """All layers, in runs that are worked on at once where each has so many units."""
     step = max(1, TOGETHER // max(1, units))
     return [range(first, min(first + step, layers)) for first in range(0, layers, step)]
+
+
+def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
+    """[L, n, G * D] float32: of each unit of `tokens` tokens the mean of its keys (`side` 0) or values (1), of all layers'
+    [1, G, n * P, D]."""
+    made, sides = list[Tensor](), [pair[side] for pair in pairs]
+    for layers in some_layers(len(sides), sides[0].shape[2] // tokens):
+        rows = torch.cat(sides[layers.start : layers.stop]) if len(layers) > 1 else sides[layers.start]
+        made.append(in_units(rows, tokens).mean(3, dtype=torch.float32).transpose(1, 2).flatten(2))
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def moved_on(old: Ring | None, fresh: Ring, cut: int) -> tuple[Ring, Ring]:

@@ -17,7 +17,8 @@ from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
-from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey, unit_means
+from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey
+from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.clusters import gather_units
 from mmaccel.core.memory.kv import grow_buffer
-from mmaccel.policies.kv._index import unit_means
+from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, pooled, summary
 

@@ -91,7 +91,7 @@ class EachWindow(Load):
 
     def __init__(self) -> None:
         super().__init__()
-        self._turns = cycle([window for window in WINDOWS for _ in range(TRIED)])
+        self._turns = cycle([one for window in WINDOWS for one in (window, 0) for _ in range(TRIED)])
 
     def most(self, count: int, drafting: int) -> int:
         return next(self._turns)

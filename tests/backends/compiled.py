@@ -1,8 +1,7 @@
 """Compile the Triton kernels for GPUs that need not be there: ``python -m tests.backends.compiled [sm_90 ...]``.
 
-The package's own launches are made, on tensors of the CPU and as on a device of the architecture, and each stops at what it
-compiled. Prints a JSON object for each kernel of each way. `--only GROUP ...` takes the ways of some groups, `--once`
-compiles each kernel in the first way that launches it, `--list` names what would be compiled.
+The package's own launches are made on tensors of the CPU, and each stops at what it compiled. Prints a JSON object for each
+kernel of each way. `--only GROUP ...` takes some groups, `--once` each kernel in its first way, `--list` names them all.
 """
 
 from __future__ import annotations

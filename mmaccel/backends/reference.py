@@ -79,7 +79,7 @@ class _Layout:
         return cls(k_row, k_pos, q_pos, lo, hi, bias, q_row, part.sinks, part.edge)
 
     def seen(self, head: Tensor, m: Tensor, blocks: Tensor, span: Tensor, kind: Tensor) -> Tensor:
-        """[T, block_q or 1, E, block_k]: which pairs of query blocks m [T] and their entries [T, E] are; -1 is no block."""
+        """[T, block_q or 1, E, block_k]: pairs seen, of query blocks m [T] and their listed blocks [T, E], -1 for none."""
         h, m = head[:, None], m[:, None]
         here = (self.k_row[h, blocks] >= 0) | (kind == FULL)[..., None]
         seen = (here & (blocks >= 0)[..., None])[:, None]
@@ -98,7 +98,8 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Lists:
-    """Entries of all tiles of `tile` tasks, one after another: their blocks, counted over the spans, spans and kinds."""
+    """The key blocks listed by tiles of `tile` tasks. Tile t has the entries offset[t] .. offset[t + 1] - 1 of block
+    (numbered through all spans), span (its number) and kind (FULL, ABSENT or TEST)."""
 
     tile: int
     offset: Tensor
@@ -107,7 +108,7 @@ class _Lists:
     kind: Tensor
 
     def of(self, tiles: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Block (-1 past the list), span and kind of the `count` entries from `first` on of tiles [T]; each [T, count]."""
+        """Entries ``first .. first + count - 1`` of tiles [T]: block (-1 past a list's end), span, kind, each [T, count]."""
         entry = first + torch.arange(count, device=tiles.device)
         where = self.offset[tiles][:, None] + entry
         inside = where < self.offset[tiles + 1][:, None]
@@ -226,8 +227,8 @@ def _in_turn(
     M: int,
     padded: int,
 ) -> Iterator[_Lists]:
-    """The entries that all tasks of a tile see all of, those that one sees all of, and the others; `flat`: offsets [b, h,
-    M + 1], blocks and kinds of each span. A task is ``(b * heads + h) * padded + m``."""
+    """Yield `_Lists` of the FULL entries that all tasks of a tile list, of each task's other FULL ones, and of those to
+    mask. `flat`: `BlockLists.flat` of each span. A task is ``(b * heads + h) * padded + m``."""
     begin, count, blocks, spans = [], [], [], []
     before = shift = 0
     for number, ((offset, index, _), width) in enumerate(zip(flat, widths, strict=True)):

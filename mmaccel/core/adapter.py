@@ -101,7 +101,7 @@ class Runner(ABC):
         """Run `ids` [1, n] after what was run; logits [1, n, V]. They are a chain, or the rows of a tree."""
 
     def resume(self, inputs: Mapping[str, Any], past: Columns | None = None) -> None:
-        """Continue after the prompt of `inputs`, which the memory already holds, behind the columns `past`."""
+        """Take over a memory that already holds the prompt `inputs`, behind columns `past`: set positions, run nothing."""
         raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
 
     def accept(self, path: Tensor) -> None:
@@ -273,7 +273,7 @@ class ModelAdapter(ABC):
         return state(view.geometry.layers)
 
     def branches(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
-        """What the plain model takes for rows of a tree at `positions` [1, n]; `mask` [1, 1, n, N] is added to scores."""
+        """The plain model's mask argument for rows of a tree at `positions` [1, n], from additive `mask` [1, 1, n, N]."""
         return mask
 
     def note_of(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:

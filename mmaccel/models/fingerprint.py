@@ -1,4 +1,4 @@
-"""What modules are now, and what hooks act on them: whether steps that go past their `forward` compute what they do."""
+"""Whether `layer_step` may stand for decoder layers: they are of a known kind, unchanged, and no hook has to run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mmaccel.models.prompt_layout import windowed
 
 
 class ModuleFingerprint:
-    """Modules and all in them, as they are now: which they are, of which classes, their weights, and where these lie. Asked
-    at every pass: the host takes a tenth of the time of a walk through the modules."""
+    """A snapshot of modules and all modules in them: their identities and classes, their weights, and the addresses of
+    these. It is compared at every pass, in a tenth of the host's time for a walk through the modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         roots = list(modules)
@@ -25,7 +25,7 @@ class ModuleFingerprint:
         self._held, self._mark = self._look(roots)
 
     def same(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether `modules` and all in them are those, unchanged; values of weights may have changed in place."""
+        """Whether `modules` are those of the snapshot, unchanged; values of weights may have changed in place."""
         return self._look(modules)[1] == self._mark
 
     def hooked(self) -> bool:

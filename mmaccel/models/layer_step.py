@@ -34,8 +34,8 @@ class Rows(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Where the running states of B sequences are in a step: what `delta_rows` is `told` [B, 4], and the journals and states
-    (`recurrent.Seats`) of each layer that has one."""
+    """Running states of B sequences in a step. told [B, 4] long: start, base, upto and seat of each, as in `delta_rows`;
+    layers: for each layer with a state the journals [S, R, W] and states [S, H, K, V] of S seats (`recurrent.Seats`)."""
 
     told: Tensor
     layers: Sequence[tuple[Tensor, Tensor]]

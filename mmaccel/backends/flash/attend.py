@@ -53,8 +53,8 @@ MOST = 1 << 28
 class Setup(NamedTuple):
     """The facts of a call that the host knows.
 
-    spans side by side, each from a tile of its own on, or over the same `own` keys as they lie; `in_place`: queries are read
-    where they lie; bounds and seen of `near_alone`; sizes: queries and keys that are computed over.
+    Key spans lie side by side, each from a new tile on, or all over the first `own` keys where they are (None: gathered).
+    `in_place`: queries are read where they lie; bounds and seen of `near_alone`; sizes: queries and keys, padding included.
     """
 
     spans: list[Span]
@@ -184,7 +184,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int) -> None:
-    """Raise an error if this backend does not support the call."""
+    """Raise `RecipeError` if this backend does not serve the call."""
     size = query.shape[-1]
     plain = all(span.lists.index is None for span in part.spans)
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -201,7 +201,7 @@ def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int)
 
 
 def check_table(part: Part, batch: int, block_q: int, block_k: int) -> None:
-    """Raise where one head has more pairs of blocks than a table may hold."""
+    """Raise `RecipeError` where one head, over `batch` sequences and all spans, has more than `MOST` pairs of blocks."""
     blocks = sum(span.k_row.shape[-1] for span in part.spans) // block_k
     pairs = batch * (part.q_row.shape[-1] // block_q) * blocks
     if pairs > MOST:

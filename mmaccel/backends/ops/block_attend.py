@@ -313,9 +313,9 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def empty_output(
     query: Tensor, value: Tensor, part: int, rows: int, whole: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of `block_attend`: in the order of a part of `part` rows, or, for `rows`, in the order of the query. There
-    a row that the part lacks is zero and -inf, and a row of all heads is contiguous, as projections want it. With `whole`
-    the part has every row, and nothing is filled beforehand."""
+    """Tensors for a kernel of `block_attend` to write to: out [B, H, P, D] and lse [B, H, P] in the part's order of rows, P
+    being `part`, not initialized. With `rows` not 0, [B, H, rows, D] and [B, H, rows] in the query's order: preset to 0 and
+    -inf, for rows that the part lacks, unless it has every row (`whole`); out is [B, rows, H, D] in memory."""
     B, H, D = *query.shape[:2], value.shape[-1]
     lse = query.new_empty(B, H, rows or part, dtype=lse_dtype(query.dtype))
     if not rows:
@@ -339,8 +339,8 @@ def in_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[
 
 
 def prepare(kernel: Any, part: Part, *sizes: Any) -> tuple[list[Tensor]] | tuple[()]:
-    """The last argument of `kernel`, an operator or what stands for one, if it wants one: what its attribute ``prepare``
-    makes of a part, query [B, H, n, D], key [B, G, N, D], block_q, block_k and rows."""
+    """The argument `prepared` for `kernel`, in a tuple: what its attribute ``prepare`` makes of a part and `sizes` (query
+    [B, H, n, D], key [B, G, N, D], block_q, block_k, rows). An empty tuple where it has no ``prepare``."""
     make = getattr(kernel, "prepare", None)
     return () if make is None else (make(part, *sizes),)
 

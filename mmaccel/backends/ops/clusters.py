@@ -1,7 +1,5 @@
-"""What a question of a stream retrieves: clusters, by their representatives; what its words say in the mean; and units of
-keys and values out of host memory.
-
-The kernels serve at most `MOST` clusters: they make an order by comparing each with all.
+"""Retrieval for a question to a stream: scores of clusters by their representative keys, the mean query of the question's
+words, and copies of units of keys and values out of host memory.
 
 Letters: R layers, C clusters, V visual clusters, N entries, d size of a key. One cluster comes before another whose score is
 lower, or as high if it has the lower number. Of n rows of a question the first are words, as many as `count` [1] long on the
@@ -20,7 +18,7 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops.operator import operator, runs_triton, runs_triton_in_float32
 
-# Clusters of a layer that are compared with each other: 4 ** 13 pairs take a device some ten microseconds.
+# Most clusters of a layer that kernels serve: they sort by comparing all pairs, and 4 ** 13 take some ten microseconds.
 MOST = 8192
 APART = 1e30  # above any score
 
@@ -132,11 +130,11 @@ def ordered(
 def selected(
     before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
 ) -> tuple[Tensor, Tensor | None]:
-    """[budget] ascending: the entries of the first of R = 1 or 2 layers, cluster by cluster until there are `budget`, and
-    there must be as many; of the last cluster those of the largest score of their own. `late` follow them. And of the
-    second layer, if there is one, `ahead` entries: of the last cluster the oldest; -1 where there are no more.
+    """The entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to fetch early for the second, or None.
 
-    before [R, C]: see `ordered`."""
+    Retrieved are `budget` entries, of which clusters must hold as many: whole clusters, best first, and of the one that does
+    not fit those whose own keys score highest. They ascend; those of `late` follow. Fetched early are entries by cluster,
+    best first, ascending within one, -1 past the last. before [R, C]: see `ordered`."""
     width = budget + lists.largest - 1
     found = lined_up(before, lists, max(width, ahead))
     # What comes after the last entry is none, and is looked up as the first one.
@@ -165,12 +163,12 @@ def stand_ins(
     left: Tensor | None,
     tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """The clusters of the largest score [C], as many as `out` [2, G, m, D] has room for, which is filled with their rows,
-    [C, G * D] each, keys and values; their `time` [m] of [C]; and [head + m] float32, what is added to scores of the head
-    and of these: 0, or for tokens not 0 the logarithm of as many for each entry, as if there were none in those `picked`
-    [C]. -inf from place `left` [1] on, if that is told.
+    """Write summary tokens to `out` [2, G, m, D]: the keys and values (rows [C, G * D] each) that stand for the first m
+    clusters in the order of `stand_in_order`. size [C] counts entries; picked [C] bool: the cluster was retrieved.
 
-    Those that were picked come last, before them those of score -inf; and after them all those of size [C] 0."""
+    Gives their times [m], out of `time` [C], and what to add to attention scores, [head + m] float32: 0 for the `head`
+    columns before them; for each of them 0, or with `tokens` (tokens of an entry) ``log(size * tokens)``, about -69 where
+    picked or empty. With `left` [1], -inf for those from number `left` on."""
     count = out.shape[2]
     ids = stand_in_order(score, picked, size)[:count]
     for side, one in zip(out, rows, strict=True):
@@ -185,7 +183,7 @@ def stand_ins(
 
 
 def stand_in_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
-    """[C] clusters in the order in which `stand_ins` has them. In plain PyTorch."""
+    """[C] long: clusters by falling score, after them the `picked`, last those of size 0 (all [C]). In plain PyTorch."""
     # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
     lowest = torch.finfo(torch.float32).min / 2
     rank = score.clamp_min(lowest).masked_fill(picked, 1.5 * lowest).masked_fill(size == 0, -torch.inf)
@@ -230,8 +228,8 @@ def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
 
 @operator("stream", serves=runs_triton_in_float32)
 def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
-    """[n, E]: rows `words` plus `known` [E] float32, rounded first. The mean of the words goes into `before` [E]; what it is
-    more than what was there, into `seen` [E]."""
+    """Return rows `words` [n, E] plus `known` [E] float32, which is rounded to their type first. Write the mean of the first
+    `count` [1] rows to `before` [E], and its difference from the old `before` to `seen` [E], unless that is None."""
     now = mean(words, count)
     if seen is not None:
         torch.sub(now, before, out=seen)
@@ -241,8 +239,9 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
 
 @operator("stream")
 def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
-    """[n] `table` [m] at `entries` [n], different ones (-1: the last place), if that is below `slots` [1] and not negative;
-    -1 otherwise. Where it is, the i-th is now at `begin` [1] + i, says the table. All long; the last place is anything."""
+    """Host slots [n] of `entries` [n] (-1: none; no other twice), -1 where there is none. table [m] has the code of each
+    entry's place, a host slot if below `slots` [1]; for entry i that has one it becomes ``begin + i``, where that will lie.
+    All long; the table's last element is scratch."""
     found = table[entries]
     host = (found >= 0) & (found < slots)
     place = begin + torch.arange(len(entries), device=found.device)

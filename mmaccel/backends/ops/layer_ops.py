@@ -1,5 +1,4 @@
-"""The parts of a transformer layer other than prompt attention: operations on single rows, and a whole decode step, a
-few new rows over a cache of fixed size.
+"""A transformer layer but for prompt attention: operations on rows, and decode steps, a few rows over a cache of fixed size.
 
 In PyTorch a norm reads and writes its rows some seven times over, in full precision; here all that is done to a row alone is
 one read and one write of memory each. It rounds where the modules of transformers round, so that its results are theirs.
@@ -175,7 +174,7 @@ def project_rows(
     x [R, K]; weight: one to three of [O, K], their outputs one after another; bias: none, or [O] for each. With `gain` [K]
     the rows are normed first (RMS, `eps`). `gated`: of two weights, silu of the first's outputs times the second's.
     `residual` [R, O'] is added. Gives [R, O'] in the type of `x`; bfloat16 rows round after the norm and at the end. With
-    `squares` [R, P] `x` and these are what `pass_rows` gave, and the outputs are those of the rows normed by `eps`.
+    `squares` [R, P], `x` is the `gained` of `pass_rows`: each row is first divided by its root mean square, from these.
     """
     if squares is not None:
         x = (x * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(x.dtype)
@@ -197,12 +196,11 @@ def _pass_shapes(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 def pass_rows(
     x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [R, K] through a weight [E, K] and past it, and what the norm after them needs, so that it is no kernel of
-    its own.
+    """A linear layer on rows [R, K], plus a residual, and the inputs of the RMS norm after it, which then needs no kernel.
 
-    bias: none, or one of [E]; residual [R, E]; gain [E]: that of the norm. Gives out [R, E], the sum; gained [R, E],
-    out times gain, in the type of `x`; and squares [R, P] in float32, whose sum over P is that of out squared: what is
-    linear in the normed rows is the same of `gained`, over the root of mean and eps.
+    weight [E, K]; bias: none, or one of [E]; residual [R, E]; gain [E]: that of the norm. Gives out [R, E], the sum;
+    gained [R, E], out times gain, in the type of `x`; and squares [R, P] in float32, partial sums of the squares of out.
+    A product of the normed rows is that of `gained`, divided by ``sqrt(squares.sum(-1) / E + eps)`` (`project_rows`).
     """
     out = project_rows.plain(x, [weight], bias, residual=residual)
     return out, (out * gain).to(out.dtype), out.float().pow(2).sum(-1, keepdim=True)
@@ -227,10 +225,10 @@ def enter_rows(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """`project_rows` of the weights of queries, keys and values, then `rope_rows`; gives queries [B, H, n, D].
+    """`project_rows` to queries, keys and values, then `rope_rows`, which writes the cache; gives queries [B, H, n, D].
 
     x [B * n, K], weight [H * D, K] and two of [G * D, K]; bias: none, or one for each. `gain` and `squares` are those of
-    `project_rows`, one of them or none. turn [2, B, n, D]: cosines and sines of each row. columns, key, value as there.
+    `project_rows`, one of them or none. turn [2, B, n, D]: cosines, sines of each row. columns, key, value: see `rope_rows`.
     """
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
@@ -259,7 +257,8 @@ ALIGNED = 8
 
 @operator("decode", serves=runs_triton_in_float32)
 def attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) -> Tensor:
-    """`decode_attend` of query [B, H, n, D], each sequence over a cache of its own; columns [B, n] as there."""
+    """Exact attention of query [B, H, n, D] of new rows, each sequence over its own cache, which holds their keys already:
+    row i of sequence b sees columns 0 .. columns[b, i]. Gives [B, H, n, D]; `decode_attend` without tree or bias."""
     found = []
     for b, (key, value) in enumerate(caches.pairs):
         length = int(columns[b, -1]) + 1  # beside a device this form does not run: nothing waits
@@ -272,7 +271,8 @@ def attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) ->
 def rope_each(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, caches: Caches
 ) -> Tensor:
-    """`rope_rows` of rows [B, n, (H + 2 G) * D], written to a cache of its own for each sequence."""
+    """Apply RoPE to rows [B, n, (H + 2 G) * D], write keys and values to `columns` [B, n] of each sequence's own cache;
+    gives queries [B, H, n, D]. cos, sin and places as in `rope_rows`."""
     found = []
     for b, (key, value) in enumerate(caches.pairs):
         row, c, s, place, column = (one[b : b + 1] for one in (rows, cos, sin, places, columns))

@@ -1,5 +1,4 @@
-"""The kernels of a decode step (`ops.layer_ops`), and the functions that launch them, which take what the operators of their
-names take.
+"""Kernels of a decode step (`ops.layer_ops`), and the functions that launch them, with the arguments of the operators.
 
 Attention reads the cache once, by the whole device, as flash-decoding does (Dao et al. 2023): the columns of each sequence
 and key/value head are split into as many pieces as keep the device busy, each program folds one piece into a partial
@@ -7,14 +6,13 @@ answer, a second kernel merges them. How long the pieces are is settled on the d
 the launch is the same at every length.
 
 A product of a few rows takes as long as its weights take to read, so nothing else may take time: the gate and the residual
-after it are done by the same program, and so is what a norm after it needs; the first norm is a kernel of 2 us. Of queries,
-keys and values the program that made them turns them and writes them where they go: it makes the two halves of a head's
-numbers that are turned with each other, so that it needs no other. By itself the turning is a kernel of some 10 KB, which
-takes as long as 10 MB of weights.
+after it are done by the same program, and so is what a norm after it needs; the first norm is a kernel of 2 us. The
+program that computes a head's queries, keys or values also applies RoPE and writes them where they go: it computes both
+halves of the pairs that RoPE rotates, so it needs no other. As a kernel of its own RoPE moves some 10 KB, and takes as long
+as 10 MB of weights.
 
-On an H200 a step of a 7B model after 25 088 columns takes 4.05 ms so, 1.12 of what reading weights and cache takes. What was
-tried beside is in lab/LOG.md and slower: larger tiles, the norm in every program, cuBLAS, kernels that begin before the
-last one ends, one launch for all between two layers' attention.
+On an H200 a step of a 7B model after 25 088 columns takes 4.05 ms, 1.12 of what reading weights and cache takes. Slower are
+larger tiles, the norm in every program, cuBLAS, programmatic dependent launch, one launch between attentions (lab/LOG.md).
 """
 
 # mypy: ignore-errors
@@ -141,7 +139,7 @@ def merge_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_D elements of one row of one head: its partial answers, each by its share of the sum."""
+    """Merge the partial answers of one row of one head, each weighted by its share of the sum; BLOCK_D of D."""
     row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     i, d = row // BLOCKS, row % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -238,7 +236,7 @@ def sums_of(
 
 @triton.jit
 def squares_of(squares, r, mine, begin, PARTS: tl.constexpr, CHUNK: tl.constexpr):
-    """[BLOCK_R, CHUNK]: the parts from `begin` on of the sums of squares of rows `r`."""
+    """[BLOCK_R, CHUNK]: CHUNK of the PARTS partial sums of squares of rows `r`, from part `begin` on."""
     part = begin + tl.arange(0, CHUNK)
     there = mine[:, None] & (part < PARTS)[None, :]
     return tl.load(squares + r[:, None] * PARTS + part[None, :], mask=there, other=0.0)
@@ -246,7 +244,7 @@ def squares_of(squares, r, mine, begin, PARTS: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit
 def over_mean(first, squares, r, mine, eps, K: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr):
-    """[BLOCK_R]: one over the root mean square of rows `r`, of whose parts the `first` are there."""
+    """[BLOCK_R]: 1 / RMS of rows `r`, by their partial sums of squares; `first` [BLOCK_R, CHUNK] are loaded already."""
     total = tl.sum(first, 1)
     for begin in tl.range(CHUNK, PARTS, CHUNK):
         total += tl.sum(squares_of(squares, r, mine, begin, PARTS, CHUNK), 1)
@@ -265,8 +263,8 @@ def project_kernel(
 ):  # fmt: skip
     """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.layer_ops`.
 
-    EVEN: blocks divide the outputs. PARTS: of how many the sums of squares of `x` are made, 0 where it is not to be normed.
-    AHEAD: what the norm after this needs is written, too; see `pass_rows`. BLOCKS: how many programs there are.
+    EVEN: blocks divide the outputs. PARTS: how many partial sums of squares each row of `x` has, 0: it is not normed here.
+    AHEAD: `gained` and `squares_out` for the norm after this are written, too; see `pass_rows`. BLOCKS: programs.
     """
     block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
@@ -360,7 +358,7 @@ def tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -
 
 
 def parts_of(squares: Tensor | None, block_r: int) -> tuple[int, int]:
-    """PARTS, and CHUNK of them at a time: the first are held while a product is made."""
+    """(PARTS, CHUNK): the partial sums of squares of a row, and how many a program loads at a time."""
     parts = 0 if squares is None else squares.shape[1]
     return parts, min(triton.next_power_of_2(max(parts, 1)), max(HELD // block_r, 1))
 
@@ -369,8 +367,8 @@ def project_rows(
     x, weight, bias=(), gain=None, eps=0.0, residual=None, gated=False, squares=None, *, block_k=None,
     ahead=None,
 ):  # fmt: skip
-    """Rows through linear layers, with norm and gate (`ops.layer_ops.project_rows`); a program takes up `block_k` inputs at
-    a time. With `ahead`, the gain of a norm after the product, also what that needs: see `ops.layer_ops.pass_rows`."""
+    """Rows x [R, K] through linear layers, with norm and gate (`ops.layer_ops.project_rows`); a program reads `block_k`
+    inputs at a time. With `ahead` [O], the gain of the norm that follows, the three results of `ops.layer_ops.pass_rows`."""
     rows, K = x.shape
     widths = [w.shape[0] for w in weight]
     width = widths[0] if gated else sum(widths)
@@ -405,7 +403,7 @@ def project_rows(
 
 
 def pass_rows(x, weight, bias, residual, gain, *, block_k=None):
-    """Rows through a weight and past it (`ops.layer_ops.pass_rows`); a program takes up `block_k` inputs at a time."""
+    """Linear layer and residual, ready for a norm (`ops.layer_ops.pass_rows`); a program reads `block_k` inputs at once."""
     return project_rows(x, [weight], bias, residual=residual, block_k=block_k, ahead=gain)
 
 
@@ -418,8 +416,8 @@ def enter_kernel(
     BLOCK_R: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_O outputs of one head, half of them in its first half and half in its second, where what they are turned with
-    stands; see `ops.layer_ops.enter_rows`."""
+    """Compute BLOCK_O outputs of one head, as pairs ``(d, d + D / 2)`` that RoPE rotates together; rotate those of queries
+    and keys, and write all to the query or the cache; see `ops.layer_ops.enter_rows`."""
     HALF: tl.constexpr = D // 2
     PAIRS: tl.constexpr = BLOCK_O // 2
     BLOCKS: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
@@ -531,7 +529,7 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
 
 
 def enter_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
-    """`enter_rows` over a cache of its own for each sequence, by `caches.table`."""
+    """`enter_rows` with a cache for each sequence: `caches.table` tells where it begins (`ops.layer_ops.enter_each`)."""
     home, table = caches.home, caches.table
     return enter_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, table=table)
 
@@ -553,6 +551,6 @@ def rope_rows(rows, cos, sin, places, columns, key, value, *, table=None):
 
 
 def rope_each(rows, cos, sin, places, columns, caches):
-    """`rope_rows` over a cache of its own for each sequence, by `caches.table`."""
+    """`rope_rows` with a cache for each sequence: `caches.table` tells where it begins (`ops.layer_ops.rope_each`)."""
     home = caches.home
     return rope_rows(rows, cos, sin, places, columns, home, home, table=caches.table)

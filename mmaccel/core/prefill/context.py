@@ -70,12 +70,12 @@ class Context:
         return found[0]
 
     def sizes(self, rows: int) -> Sizes:
-        """An even division of so many rows."""
+        """How many of `rows` rows each process takes, by rank: a division as even as can be."""
         ends = [rows * rank // self.size for rank in range(self.size + 1)]
         return tuple(end - begin for begin, end in pairwise(ends))
 
     def each(self, x: Tensor, dim: int, sizes: Sizes) -> list[Tensor]:
-        """The `x` of every process, of which `dim` has the `sizes`."""
+        """Gather `x` from every process, by rank; `sizes` are their lengths along `dim`, all other dimensions are equal."""
         most = max(sizes)
         shape = *x.shape[:dim], most - x.shape[dim], *x.shape[dim + 1 :]
         padded = torch.cat([x, x.new_empty(shape)], dim).contiguous()
@@ -100,7 +100,7 @@ class Context:
         return torch.cat([_joined(*pair).to(out.dtype) for pair in pairs], 1)
 
     def state(self, memory: KVState) -> SharedState:
-        """`memory` as what this process holds of a sequence."""
+        """A `SharedState` around `memory`, which holds this process's columns of a sequence."""
         return SharedState(memory, self)
 
     def around(
@@ -316,7 +316,7 @@ def share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
 
 
 def _share(lists: BlockLists, before: Tensor, rank: int, size: int) -> tuple[BlockLists, Tensor]:
-    """The share of `lists`, before which the plan lists so many blocks, and how many it lists with them."""
+    """Process `rank`'s share of `lists`, and how many blocks the plan lists up to their end; `before`: up to their begin."""
     begin, count, head, tail, shift = lists.row.unbind(-1)
     upto = count.cumsum(-1)
     # [b, h]: blocks before each head's lists, and with them.

@@ -58,7 +58,7 @@ class HeadRun(NamedTuple):
 
 
 def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:
-    """`heads` as few `HeadRun`s: adjacent groups with as many of them are one. `group`: query heads of a key head."""
+    """Split query `heads` into `HeadRun`s: adjacent key heads with equally many of them share one. `group` is H / G."""
     by_group: dict[int, list[int]] = {}
     for head in sorted(heads):
         by_group.setdefault(head // group, []).append(head)

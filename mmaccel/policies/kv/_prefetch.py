@@ -90,7 +90,7 @@ class Prefetcher:
     # A question.
 
     def begin(self, first: int) -> None:
-        """Entries of layers will be asked for, of which those from `first` on are in the window."""
+        """Start a question: make the tables of where entries are; those from `first` on are in the window."""
         self._first = first
         begins, rows = self._begins(), self._store.table.rows()
         told = [self._store.slot_count, begins[AHEAD]]
@@ -112,16 +112,16 @@ class Prefetcher:
         table[:, -1].fill_(-1)
 
     def mark(self) -> Hashable:
-        """Where all lies that `codes`, `foretell` and `keep` read and write."""
+        """Addresses and shapes of what `codes`, `foretell` and `keep` use; while equal, a graph of them can be replayed."""
         return tuple((one.data_ptr(), one.shape) for one in (self._known, self._tables, self._cached))
 
     def codes(self, layer: int, entries: Tensor) -> Tensor:
-        """[n] where `entries` [n] of a layer are."""
+        """[n] long: the code of the place where each of `entries` [n] of a layer is."""
         return self._tables[layer][entries]
 
     def foretell(self, layer: int, entries: Tensor) -> Tensor:
-        """[n] codes of those of `entries` [n] (-1: none) that are on the host alone, to `prefetch`, -1 for the others. The
-        layer's `codes` will be those of where they come to lie."""
+        """[n] codes, for `prefetch`, of those of `entries` [n] (-1: none) that are on the host alone; -1 for the others.
+        From now on `codes` gives for these the places to which `prefetch` brings them."""
         return clusters.foretold(self._tables[layer], entries, self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:

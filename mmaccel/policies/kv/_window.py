@@ -300,7 +300,7 @@ class _Row(NamedTuple):
 class Rows:
     """The rows of a question from its first word on, as they looked at each layer; kept until it is over.
 
-    Nothing is computed before `reached` is asked for but copies, for where queries lie others may come to lie.
+    Before `reached` is called, it only copies queries, whose buffers the next question overwrites.
     """
 
     def __init__(self) -> None:
@@ -333,11 +333,11 @@ class Rows:
             self._rows[layer] = row._replace(slot=replace(row.slot, bias=bias))
 
     def note_listed_rows(self, rows: int) -> None:
-        """What its first `rows` rows saw a pattern listed: of them it is not known what they got of what."""
+        """A pattern chose what the first `rows` rows saw: their attention weights are not known; `reached` skips them."""
         self._listed = max(self._listed, rows)
 
     def hold(self) -> None:
-        """The question is through all layers."""
+        """Copy the queries that are still in the layers' buffers; called when the question has passed all layers."""
         raw = {layer: row for layer, row in self._rows.items() if not row.turned}
         if raw:
             # Of few rows, which a layer leaves where the next question's go: one launch for all.
@@ -352,7 +352,7 @@ class Rows:
 
     @torch.no_grad()
     def reached(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
-        """[U]: of all that reaches the last row, which says the first token, from units, the share of each; None: unknown.
+        """[U]: each unit's share of all that reaches the last row, which predicts the first token; None: not known.
 
         Attention rollout (Abnar and Zuidema, 2020): behind each layer a row is made of what it was, what it gets of units,
         and what it gets of rows before it as these were. Its own part is such that `OWN` of it is left behind all layers.
@@ -386,7 +386,7 @@ class Rows:
 def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, Seen]:
     """Evidence from what each layer looked at, and what reached the answer [count].
 
-    Of units that no layer looked at themselves, those of which more than an even part came by what stands for them.
+    Also has units that no layer looked at, if more than an even share came from them, by way of their summary tokens.
     """
     layers = len(looks)
     recalled = Counter(number for chosen, _ in looks.values() for number in chosen.tolist())

@@ -19,11 +19,12 @@ REACH = 64
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """number [B, h, N] class of each key in its order, beyond every class for padding; stride [B, h, 1] classes there are.
+    """Classes of the keys of a grid head, and of the lines along which it attends; s, v and p as in `Grid`.
 
-    line [B, H, 1] class of the vertical lines, dense [B, H, 1] that of the horizontal ones, shift [B, H, 1] phase of the
-    slashes; h is 1 or H. most_keys is the most keys a query can see of a class, count the most classes, padding counted.
-    frames: those whose classes they are, where no tensor of a layer had a say in them.
+    number [B, h, N]: class of each key, in the order of the keys; that of padding is above all others. stride [B, h, 1]: s.
+    line [B, H, 1]: v of the vertical lines. dense [B, H, 1]: v of the horizontal ones. shift [B, H, 1]: p of the slashes.
+    h is 1 or H. most_keys: most keys of a class that a query can see. count: most classes, that of padding included.
+    frames: the `Frames` that gave all sequences their classes; None where a layer's queries and keys chose the stride.
     """
 
     number: Tensor
@@ -51,7 +52,8 @@ class Classes:
 
 @dataclass(frozen=True)
 class Search:
-    """How lines are judged: the strides in question, and fields of `Grid`; `keys` are how many keys there can be."""
+    """How stride and phases are chosen. Strides low .. most are tried; slack, score: of `Grid`; rows: `horizontal_phase` is
+    "queries"; keys: the most there can be."""
 
     low: int
     most: int
@@ -142,7 +144,7 @@ class Frames:
 
     @classmethod
     def _made(cls, region: Region, low: int, high: int) -> Frames:
-        """With one look at the device. A token outside frames counts on from the first token of the frame before it."""
+        """Reads the device once. A token outside frames counts on from the first token of the frame before it."""
         keys, layout = region.keys, region.layer.k_layout
         here, row = keys.row >= 0, keys.row.clamp(min=0).long()
         framed = (layout.frame.gather(1, row) >= 0) & here

@@ -35,7 +35,7 @@ def summary(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def insert(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """(c, s2) after the point `u` [..., d] has joined: Mosaic's equations 3 and 4, in Welford's form."""
+    """c and s2, centroid and variance, after a point `u` [..., d] has joined: Mosaic's equations 3 and 4, by Welford."""
     size = n.to(c.dtype)
     away = u - c
     new = c + away / (size + 1)[..., None]
@@ -45,7 +45,7 @@ def insert(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]
 def merge(
     c_a: Tensor, s2_a: Tensor, n_a: Tensor, c_b: Tensor, s2_b: Tensor, n_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(c, s2) of two clusters taken together, neither empty (Chan, Golub and LeVeque 1983)."""
+    """c and s2, centroid and variance, of clusters a and b joined; neither is empty (Chan, Golub and LeVeque 1983)."""
     a, b = n_a.to(c_a.dtype), n_b.to(c_a.dtype)
     n = a + b
     share = b / n

@@ -379,15 +379,15 @@ class Lane:
 
 
 class Lanes:
-    """The lane on which the model computes and that of the wire: on CUDA the stream that is current when it is asked for,
-    and one of the store; elsewhere both are the host. A test can put lanes in their place that run late."""
+    """The store's two lanes: `compute`, on which the model runs, and `wire`, which copies units between host and device.
+    On CUDA `wire` has a stream of its own; elsewhere both are the host. A test can replace them by lanes that run late."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.wire = device, Lane(_CUDA.Stream(device) if device.type == "cuda" else None)
 
     @property
     def compute(self) -> Lane:
-        """The lane on which the model computes."""
+        """The lane of the CUDA stream that is current now, on which the model computes; on a CPU the `wire` lane."""
         if self._device.type != "cuda":
             return self.wire
         return Lane(torch.cuda.current_stream(self._device), current=True)

@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a search in odd blocks": (
         ("search", "OV", "--video", "CLIP", "--out", "t.json", "--block", "48"),
-        "block: 48; give a power of two",
+        "block is 48; give a power of two",
     ),
     "a search into a folder": (("search", "OV", "--video", "CLIP", "--out", "FOLDER"), "is a folder"),
     "heads without a sample": (("draw", "heads", "--model", "OV", "--out", "x"), "--video: name at least one"),

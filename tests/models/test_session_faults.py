@@ -140,14 +140,14 @@ def test_with_a_place_on_disk_the_cap_changes_nothing(kv: str, tmp_path: Path) -
 def test_a_full_disk_is_told_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str
 ) -> None:
-    from mmaccel.policies.kv.store import slabs
+    from mmaccel.policies.kv.store import saved
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     fields = {**TIGHT[kv], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}
     with begun(fields, 5) as session, unharmed(session, StoreError), monkeypatch.context() as patch:
-        patch.setattr(slabs, "_occupy", full)
+        patch.setattr(saved, "occupy", full)
         session.watch(film(25), fps=FPS)
 
 

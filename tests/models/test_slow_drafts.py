@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.streams import parts
+from mmaccel.core.streams import stream_runner
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, Sequential, parallel
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
@@ -44,7 +44,7 @@ def test_a_draft_that_holds_up_the_stream_is_put_to_rest(monkeypatch: pytest.Mon
     with opened(agreeing()) as session, warnings.catch_warnings():
         warnings.simplefilter("error", MmaccelWarning)  # what is slow for a moment keeps its draft
         session.watch(film(18)[:2], fps=FPS)
-        monkeypatch.setattr(parts, "SLOW_S", 1.0)
+        monkeypatch.setattr(stream_runner, "SLOW_S", 1.0)
         with pytest.warns(MmaccelWarning, match=r"goes on without a draft .*held up the stream.*cheaper kv"):
             session.watch(film(18)[2:], fps=FPS)
         answer = session.ask(QUESTION, TOKENS)
@@ -53,8 +53,8 @@ def test_a_draft_that_holds_up_the_stream_is_put_to_rest(monkeypatch: pytest.Mon
 
 
 def test_a_target_that_is_as_slow_keeps_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "SLOW_S", 0.0)
-    monkeypatch.setattr(parts, "SLOW", 1e6)
+    monkeypatch.setattr(stream_runner, "SLOW_S", 0.0)
+    monkeypatch.setattr(stream_runner, "SLOW", 1e6)
     slowed(monkeypatch, 0.05)
     with opened(agreeing()) as session:
         session.watch(film(18), fps=FPS)

@@ -83,7 +83,7 @@ MEMORIES = ("mosaic", "rekv", "livevlm", "streammem", "recent", "window", "no_ca
 WINDOW_ALONE = _mosaic("window alone", encode_frames=0)
 """What passes see is the window: the default, called "mosaic", of rows from before passes retrieved."""
 
-MEAN = {"index": {"name": "clusters", "ask_by": "mean"}}
+WORDS = {"index": {"name": "clusters", "ask_by": "words"}}
 SPARSE: dict[str, Any] = {"sparse": {"name": "per_head", "table": "shipped"}}
 DRAFT = {"draft": {"name": "sequential", "kv": {"name": "mosaic", "window": 16, "local": 8}}}
 
@@ -157,8 +157,8 @@ PLANS: Mapping[str, Sequence[Memory]] = {
     ],
     # Films ingested: what a question asks by, and patterns for all heads.
     "films": [
-        *(_film("mosaic", "mosaic"), _film("nothing", "full"), _film("mosaic, mean query", "mosaic", MEAN)),
-        *(_film("table", "mosaic", **SPARSE), _film("table, mean query", "mosaic", MEAN, **SPARSE)),
+        *(_film("mosaic", "mosaic"), _film("nothing", "full"), _film("mosaic, by words", "mosaic", WORDS)),
+        *(_film("table", "mosaic", **SPARSE), _film("table, by words", "mosaic", WORDS, **SPARSE)),
         _film("table, no summary tokens", "mosaic", {"reps": 0}, **SPARSE),
         *(_film(name, "mosaic", sparse=name) for name in ("grid", "vertical_slash", "a_shape", "block_topk")),
     ],

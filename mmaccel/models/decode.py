@@ -35,7 +35,7 @@ from mmaccel.models.layer_step import (
     weights,
 )
 from mmaccel.models.modules import is_whole
-from mmaccel.models.recurrent import Recurrent, Seats
+from mmaccel.models.recurrent import Recurrent, Seats, unharmed
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
@@ -221,14 +221,15 @@ class SequenceSteps:
         the running states `carried`."""
         held, count = state.length(), ids.shape[1]
         out, parts, own = ids, self.lay(state, delta, width), None
-        if carried:
-            self._seats = self._seats or Seats([one.module for one in carried])
-            own = self._seats, self._seats.of(carried, count)
-        for part in parts:
-            out = part.run(out, held, count, width, branches, own)
-            if part.looks is not None:
-                assert isinstance(state, PrunedKVState)
-                self._look(state, part, part.looks, held, count)
+        with unharmed(carried):
+            if carried:
+                self._seats = self._seats or Seats([one.module for one in carried])
+                own = self._seats, self._seats.of(carried, count)
+            for part in parts:
+                out = part.run(out, held, count, width, branches, own)
+                if part.looks is not None:
+                    assert isinstance(state, PrunedKVState)
+                    self._look(state, part, part.looks, held, count)
         state.wrote(count)
         return out[:, :count].clone()
 

@@ -10,8 +10,8 @@ layer, a pass of the model first of all, ends that: the state takes in the journ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import finalize, ref
@@ -58,13 +58,14 @@ class Recurrent(LinearAttentionLayer):
         self._marks: list[_Mark] = []
         self._again = False
         self.seats: Seats | None = None
-        self._seat, self._base, self._lag = (0, 0), 0, 0
+        self._seat, self._sat, self._base, self._lag = (0, 0), 0, 0, 0
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the seat, after so many columns
 
     def sit(self, seats: Seats, layer: int, number: int) -> None:
         """Go on in a seat, as the layer of this number there."""
         self.leave()
         self.seats, self._seat, self._base = seats, (layer, number), self.length
+        self._sat = self.length
         journal, state = self._room()
         journal.zero_()
         state.zero_()
@@ -81,6 +82,13 @@ class Recurrent(LinearAttentionLayer):
             self._copies = [self._copies[-1], (base, self._room()[1].clone())]
         self.length += count
         return start, base, self._base, self._seat[1]
+
+    def broke_off(self, length: int) -> None:
+        """A step after `length` columns failed, and the state may have taken in columns: take the last copy of it."""
+        self.length = length
+        if self.seats is not None:
+            self._base, kept = self._copies[-1]  # made before the step ran
+            self._room()[1].copy_(kept)
 
     def leave(self) -> None:
         """Leave the seat, if it has one: the state takes in all columns."""
@@ -143,14 +151,12 @@ class Recurrent(LinearAttentionLayer):
                 self._room()[1].copy_(kept)
             self.length = length
             return
-        self.seats = None
-        while self._marks and self._marks[-1].length > length:
-            self._marks.pop()
-        if not self._marks:
+        marks = [one for one in self._marks if one.length <= length]
+        if not marks or (self.seats is not None and length > self._sat):  # rows since then are in no mark
             raise ModelError(
                 f"a running state goes back at most {REACH} tokens, and not into a prompt; start from a new cache."
             )
-        mark = self._marks[-1]
+        self.seats, self._marks, mark = None, marks, marks[-1]
         rows = torch.cat(mark.rows, 1)[:, : length - mark.length]
         mark.rows, self.length = [rows], length
         if mark.state is None:
@@ -224,6 +230,7 @@ class Seats:
         """Journals and states of each layer."""
         return list(zip(self.journals, self.states, strict=True))
 
+    @torch.inference_mode(False)
     def _grown(self) -> int:
         """The first of as many free seats as there are taken ones."""
         taken = len(self.owners)
@@ -238,6 +245,18 @@ class Seats:
             held[:] = [torch.cat([*held[n : n + 1], new[which]]) for n, new in enumerate(made)]
         self.owners += [lambda: None] * more
         return taken
+
+
+@contextmanager
+def unharmed(layers: Iterable[Recurrent]) -> Iterator[None]:
+    """A step of sequences with these states: where it fails they are as they were before it."""
+    before = [(one, one.length) for one in layers]
+    try:
+        yield
+    except BaseException:
+        for one, length in before:
+            one.broke_off(length)
+        raise
 
 
 def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:

@@ -19,7 +19,7 @@ from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.fingerprint import ModuleFingerprint, known
 from mmaccel.models.layer_step import Carried, LayerStep, Rows, StateStep, layer_steps
 from mmaccel.models.modules import normed
-from mmaccel.models.recurrent import Recurrent, Seats
+from mmaccel.models.recurrent import Recurrent, Seats, unharmed
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -127,12 +127,14 @@ class StreamSteps:
         """[n, E] final hidden states of columns `embeds` [n, E], as `StreamModel.run`; `slots`: of all layers, if known."""
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
         self._replays.under(self._watched)
-        carried = None if running is None else self._carried([*running.states.values()], len(embeds))
-        if slots is not None:
-            return self._answer(slots, embeds, carried)
-        out, errors = self._run([(run, len(embeds), hidden)], embeds, {}, carried)
-        for error in errors.values():
-            raise error
+        states: list[Recurrent] = [] if running is None else [*running.states.values()]
+        with unharmed(states):
+            carried = self._carried(states, len(embeds)) if states else None
+            if slots is not None:
+                return self._answer(slots, embeds, carried)
+            out, errors = self._run([(run, len(embeds), hidden)], embeds, {}, carried)
+            for error in errors.values():
+                raise error
         return out
 
     def _carried(self, layers: list[Recurrent], count: int) -> Carried:
@@ -262,7 +264,12 @@ class StreamSteps:
         if slots is not None:
             return self._replays.ready(self._named(slots, 1)[-1], self._lie)
         lies = None if self._seats is None else len(self._seats.owners)
-        return all(self._replays.ready((name, 1), lies) for name in ("enter", *range(len(self._layers))))
+        ready = self._replays.ready
+        # A layer with a slot, below those that a pruner cuts, is captured by another name, for each place of it.
+        layers = range(len(self._layers))
+        return ready(("enter", 1), lies) and all(
+            ready((n, 1), lies) or ready((n, 1, "slot"), ...) for n in layers
+        )
 
     def _led(self, number: int, rows: Rows, carried: Carried | None) -> Rows:
         """`rows` through the layers with a running state before layer `number` of attention."""

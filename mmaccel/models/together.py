@@ -25,7 +25,7 @@ from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import decode, loading
 from mmaccel.models.decode import Buffers, Held, Part
 from mmaccel.models.layer_step import Carried
-from mmaccel.models.recurrent import Recurrent, Seats
+from mmaccel.models.recurrent import Recurrent, Seats, unharmed
 from mmaccel.models.runner import HFRunner
 
 PLACES = 4096
@@ -121,11 +121,12 @@ class StepsTogether:
             count, width = _padded(count), _padded(width)
         self._show(laid, count)
         out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
-        told = self._told(runners, ids, count)
-        self.warm = True
-        for part in self._parts:
-            out = self._run(part, out, starts, told, count, width)
-            self.warm &= part.replays.warm
+        self.warm, states = True, self._seats and [one for runner in runners for one in _states(runner)]
+        with unharmed(states or ()):
+            told = self._told(runners, ids, count)
+            for part in self._parts:
+                out = self._run(part, out, starts, told, count, width)
+                self.warm &= part.replays.warm
         made = out[: len(runners)].clone()
         if not self._parts[0].replays.works:
             self._hide()
@@ -196,8 +197,7 @@ class StepsTogether:
         if self._seats is None:
             return None
         some = [
-            self._seats.of([*runner.cache.states.values()], own.shape[1])
-            for runner, own in zip(runners, ids, strict=True)
+            self._seats.of(_states(runner), own.shape[1]) for runner, own in zip(runners, ids, strict=True)
         ]
         if count > len(some):
             some += [self._seats.of(self._nobody, 0)] * (count - len(some))
@@ -229,6 +229,10 @@ class StepsTogether:
 
         seats = 0 if self._seats is None else len(self._seats.owners)
         return part.replays((part.number, count, width, seats), work, lasting=False)[0]
+
+
+def _states(runner: HFRunner) -> list[Recurrent]:
+    return [*runner.cache.states.values()]
 
 
 def sharing(model: nn.Module) -> nn.Module:

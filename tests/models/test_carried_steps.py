@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mmaccel.models import decode, recurrent, step
 from mmaccel.models.attention import cache_of
 from mmaccel.models.recurrent import Recurrent, Seats
 from mmaccel.models.runner import HFRunner
+from mmaccel.models.together import StepsTogether
 from mmaccel.policies.draft import Sequential
 from mmaccel_lab import world
 from mmaccel_lab.train import pixels
@@ -209,6 +211,50 @@ def test_questions_in_turns_on_two_sessions(kv: str, replays: None, monkeypatch:
     by_modules = said()
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     assert said() == by_modules
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@torch.no_grad()
+def test_a_step_that_fails_leaves_running_states_as_they_were(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who share it are stepped again, each alone."""
+    (plain, one), (_, other) = pair("qwen3_5"), pair("qwen3_5")
+    together, ids = StepsTogether(one), torch.tensor([[5, 6]])
+
+    def go() -> torch.Tensor:
+        return together([one, other], [ids, ids])[0] if shared else one.step(ids)
+
+    for _ in range(3):
+        assert torch.allclose(go(), plain.step(ids), atol=2e-5)
+    owner, name = (StepsTogether, "_run") if shared else (decode.Part, "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, Mock(side_effect=torch.OutOfMemoryError("once")))
+        with pytest.raises(torch.OutOfMemoryError):
+            go()
+    one.truncate(length := one.length())
+    assert length == plain.length()
+    assert torch.allclose(go(), plain.step(ids), atol=2e-5)
+
+
+@pytest.mark.parametrize("columns, back", [(40, 60), (140, 20)])
+@torch.no_grad()
+def test_what_is_too_far_back_is_refused_and_nothing_is_changed(columns: int, back: int) -> None:
+    """Behind a short prompt, whose mark knows no row of the steps, and behind a long one, which has no mark."""
+    draw = torch.Generator().manual_seed(7)
+    model, ids = model_of("qwen3_5"), torch.randint(3, 180, (1, columns + 480), generator=draw)
+    family: Any = adapter_for(model)
+    both = [HFRunner(model, family, cache_of(model, family), some) for some in ((), (8,))]
+    for one in both:
+        one.prefill({"input_ids": ids[:, :columns]})
+        for rows in ids[:, columns:].split(8, 1):
+            one.step(rows)
+    plain, steps = both
+    states = [*steps.cache.states.values()]
+    with pytest.raises(ModelError, match="goes back at most"):
+        for one in states:
+            one.crop(one.length - columns - back)
+    assert torch.allclose(steps.step(ids[:, :3]), plain.step(ids[:, :3]), atol=2e-5)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from functools import partial
+from statistics import median_low
 
 WINDOWS = (0, 1, 3, 7, 15)
 """Tokens drafted a round; with the token before them as many rows as steps are captured for."""
@@ -20,8 +21,8 @@ class Load:
     """Which window gives most tokens a second, for each number of sequences that take rounds together (up to the next power
     of two).
 
-    A window's worth is what its rounds commit, by the share of drafted tokens that targets keep, over the least of the
-    seconds that they took: other work makes some of them slower, and none faster. Windows are tried from none on, as long
+    A window's worth is what its rounds commit, by the share of drafted tokens that targets keep, over the median of
+    the seconds that they took. Windows are tried from none on, as long
     as each is worth more than the one before it. So where many sequences make verifying cost more than it gains, the draft
     rests.
     """
@@ -41,7 +42,7 @@ class Load:
             if len(seconds) < TRIED:
                 return window
             said = count - drafting + drafting * sum(keep**n for n in range(window + 1))
-            worth = said / min(seconds)
+            worth = said / median_low(seconds)
             if worth <= best:
                 break
             best, chosen = worth, window
@@ -69,7 +70,7 @@ class Load:
         """Milliseconds of a round of `count` sequences by window, of those that were tried."""
         size = _size(count)
         tried = [window for window in WINDOWS if self._seconds.get((size, window))]
-        return {window: 1e3 * min(self._seconds[size, window]) for window in tried}
+        return {window: 1e3 * median_low(self._seconds[size, window]) for window in tried}
 
 
 def _size(count: int) -> int:

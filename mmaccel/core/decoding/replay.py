@@ -78,8 +78,10 @@ class Replays:
             self._mark, self._pool = mark, None
 
     def ready(self, name: Hashable, at: Hashable = None) -> bool:
-        """Whether a call would launch what is captured, or never will."""
-        return not self.works or isinstance(self._held.get(name, {}).get(at), _Replay | str)
+        """Whether a call would launch what is captured, or never will; `at` ...: for any place."""
+        held = self._held.get(name, {})
+        some = held.values() if at is ... else [held.get(at)]
+        return not self.works or any(isinstance(one, _Replay | str) for one in some)
 
     def room(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor for work to read and write: zero at first, the same until the mark changes, with what was last in it."""

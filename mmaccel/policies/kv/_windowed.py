@@ -292,7 +292,7 @@ class StreamMemory(IngestState):
                 key, value = self._new[layer]
                 ring, left = moved_on(self._rings[layer], Ring(key, self._fresh[layer], value), cut)
                 self._rings[layer] = ring
-                gone.append((left.key, left.value))
+                gone.append((left.key.clone(), left.value.clone()))  # else all old windows stay until then
             if leaving:
                 self._gone(layers, self._first, leaving, gone)
         self._count, self._first = total, first

@@ -94,7 +94,7 @@ MOSAIC: dict[str, dict[str, Any]] = {
     "looks": {"first_stage": "look"},
     "frames": {"index": "frames"},
     "cosine": {"similarity": "cosine"},
-    "mean": {"index": {"name": "clusters", "ask_by": "mean"}},
+    "words": {"index": {"name": "clusters", "ask_by": "words"}},
 }
 MOST = {"looks": 25}
 

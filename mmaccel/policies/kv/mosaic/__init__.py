@@ -292,9 +292,8 @@ class Clusters(IndexPolicy):
     Clusters are kept up to date as units come: by their centroid and variance, split when the variance passes a threshold
     that depends on the size, at once where a cluster is on the device, else when it is next retrieved (VI-B). Departures
     from the paper (arXiv 2604.10060): a cluster holds units, found by their mean keys (the paper speaks of tokens, its
-    budgets of frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too;
-    a question asks by its words (`ask_by`), for by their mean query it finds what most of them agree on: a frame that one
-    word alone is about is then missed in most layers (`lab/LOG.md`).
+    budgets of frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too.
+    A question asks by the mean query of its words; `ask_by="words"` finds what one word alone is about, too.
 
     init          frames before the first clustering; until then units are retrieved one by one
     visual, semantic  units of a cluster at the start, on average, at each level
@@ -310,7 +309,6 @@ class Clusters(IndexPolicy):
     needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})
     opens: ClassVar = ClusterIndex
 
-    ask_by: Literal["mean", "words"] = "words"
     init: int = limited(64, at_least(2))
     visual: int = limited(16, at_least(1))
     semantic: int = limited(4, at_least(1))

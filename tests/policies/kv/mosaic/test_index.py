@@ -192,7 +192,7 @@ def test_the_first_stage_may_go_by_looks(tree: Hierarchy) -> None:
 
 def test_words_ask_each_for_itself(tree: Hierarchy) -> None:
     """Clusters by how far they are above others for their best word, less the mean over words, from the definition."""
-    index, end, budget, layer = index_of(tree), tree.units, 12, 1
+    index, end, budget, layer = index_of(tree, ask_by="words"), tree.units, 12, 1
     assert index.by_words
     rows = torch.stack([query(seed) for seed in range(3)])
     index.prepare(end)

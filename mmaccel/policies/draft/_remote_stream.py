@@ -74,10 +74,10 @@ class RemoteDraftStream(DraftStream, WireEnd):
         self._call("ask", question, room, heard)
 
     def _call(self, name: str, *given: Any, later: bool = False) -> None:
-        """Have the process call the method `name` of its stream; arrays travel as they are, `later` by a thread."""
-        self._out += 1
+        """Have the process call the method `name` of its stream; frames travel as they are, `later` by a thread."""
         arrays: list[pickle.PickleBuffer] = []
-        call = pickle.dumps((name, given), protocol=5, buffer_callback=arrays.append)
+        call = pickle.dumps((name, given), protocol=5, buffer_callback=arrays.append if later else None)
+        self._out += 1
         numbers, blob = (CALL, self.number, len(call)), list[Blob]([call, *(one.raw() for one in arrays)])
         if later:
             self._worker.post(*numbers, blob=lambda: blob)

@@ -182,7 +182,8 @@ class Part:
             columns = start + self.line[:, :width]
             return (self(place, columns, start + depth if tree else columns, sees, carries),)
 
-        return self.replays((self.number, width, tree), work, lasting=False)[0]
+        lies = None if carried is None else len(carried[0].owners)
+        return self.replays((self.number, width, tree, lies), work, lasting=False)[0]
 
 
 class SequenceSteps:

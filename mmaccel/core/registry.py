@@ -101,7 +101,7 @@ def _limits(cls: type) -> dict[str, Limit]:
     that may be None may be so too."""
     try:
         hints = typing.get_type_hints(cls)
-    except Exception:
+    except (NameError, AttributeError, TypeError):
         hints = {}  # a class may name types that only a type checker sees
     found = {}
     for name, one in getattr(cls, "__dataclass_fields__", {}).items():

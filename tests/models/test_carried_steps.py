@@ -213,6 +213,15 @@ def test_questions_in_turns_on_two_sessions(kv: str, replays: None, monkeypatch:
     assert said() == by_modules
 
 
+def test_steps_go_on_outside_inference_mode() -> None:
+    """Seats outlive the call that made them."""
+    plain, steps = pair("qwen3_5")
+    ids = torch.tensor([[5, 6]])
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.allclose(plain.step(ids), steps.step(ids), atol=2e-5)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @torch.no_grad()
 def test_a_step_that_fails_leaves_running_states_as_they_were(

@@ -315,7 +315,7 @@ class PromptRunner(Runner):
         with self._plainly():
             return self._at_work().step(ids, branches)
 
-    accept = truncate = length = relay(lambda self, name, *given: getattr(self._at_work(), name)(*given))
+    accept = truncate = length = relay(lambda self, name, *a, **k: getattr(self._at_work(), name)(*a, **k))
 
     def sync_cache(self) -> None:
         """Close the memory; a second call does nothing."""

@@ -7,6 +7,8 @@ from typing import Any
 
 
 class _Relay:
+    """A descriptor that puts a method in its own place, by the name that it is given."""
+
     def __init__(self, to: Callable[..., Any]) -> None:
         self._to = to
 

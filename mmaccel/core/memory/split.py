@@ -94,18 +94,18 @@ def load_stream(state: StreamState, path: Path) -> None:
     state.load(path)
 
 
-def _of_layer(split: SplitState, name: str, layer: int, *given: Any) -> Any:
+def _of_layer(split: SplitState, name: str, layer: int, *given: Any, **named: Any) -> Any:
     state, own = split._of[layer]
-    return getattr(state, name)(own, *given)
+    return getattr(state, name)(own, *given, **named)
 
 
-def _each(split: SplitState, name: str, *given: Any) -> None:
+def _each(split: SplitState, name: str, *given: Any, **named: Any) -> None:
     for state in split._states:
-        getattr(state, name)(*given)
+        getattr(state, name)(*given, **named)
 
 
-def _first(split: SplitState, name: str, *given: Any) -> Any:
-    return getattr(split._states[0], name)(*given)
+def _first(split: SplitState, name: str, *given: Any, **named: Any) -> Any:
+    return getattr(split._states[0], name)(*given, **named)
 
 
 class SplitState(StreamState):

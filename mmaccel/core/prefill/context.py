@@ -159,7 +159,7 @@ class SharedState(KVState):
             self.pieces.append(self.coming)
 
     view = held_columns = nbytes = reorder = relay(
-        lambda self, name, *given: getattr(self.memory, name)(*given)
+        lambda self, name, *given, **named: getattr(self.memory, name)(*given, **named)
     )
 
     def whole(self, layer: int, query: Tensor) -> KVView:

@@ -24,8 +24,8 @@ from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_colu
 from mmaccel.core.report import Meter
 
 
-def _own(around: AroundMemory, name: str, *given: Any) -> Any:
-    return getattr(around.state, name)(*given)
+def _own(around: AroundMemory, name: str, *given: Any, **named: Any) -> Any:
+    return getattr(around.state, name)(*given, **named)
 
 
 class AroundMemory(StreamState):

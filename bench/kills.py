@@ -3,12 +3,13 @@
     python bench/kills.py --kills 200 --out bench/results/kills_cpu_202611.jsonl
 
 A child process resumes the saved stream, takes in clips of a camera as they come, and saves every `--every` seconds, by what
-`mmaccel watch --save` saves by. It is ended by SIGKILL after a random time; half of the kills wait for a save to begin, and
-strike within it. Then the stream is resumed and compared with one that nobody killed, which has taken in the same frames:
-all that is stored, the first token of a question bit for bit, its evidence, and the memory's figures. The row has the kills,
-how many struck in a save, how many were `damaged`, and the seconds of frames that were lost, beside their `bound`: the
-seconds between two saves (`--every`, or ten times what the longest save took, where that is more) with those of one save and
-of two clips. A lost frame is one that the killed process had taken in.
+`mmaccel watch --save` saves by. It is ended by SIGKILL after a random time; in half of the kills the child ends itself by a
+signal that strikes within a save, at a random part of what the longest save took. Then the stream is resumed and compared
+with one that nobody killed, which has taken in the same frames: all that is stored, the first token of a question bit for
+bit, its evidence, and the memory's figures. The row has the kills, how many struck in a save, how many were `damaged`, and
+the seconds of frames that were lost, beside their `bound`: the seconds between two saves (`--every`, or ten times what the
+longest save took, where that is more) with those of one save and of two clips. A lost frame is one that the killed process
+had taken in.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from mmaccel_lab.world import World, render
 QUESTION = "what colour was the star ?"
 CLIP, FPS, POOL = 4, 16.0, 200
 """Frames of a clip, their rate, and how many there are before they come again."""
-TAKEN, SAVES, BEGUN, LONGEST, READY = range(5)
-"""What the child tells: frames taken in, saves that ended and began, how long the longest took, whether it watches."""
+TAKEN, SAVES, BEGUN, LONGEST, READY, STRIKE = range(6)
+"""What the child tells: frames taken in, saves that ended and began, how long the longest took, whether it watches. And what
+it is told: at which part of the longest save, above 0, its next save ends the process."""
 
 
 class Camera:
@@ -56,6 +58,7 @@ class Camera:
 
 def watch(parts: tuple[Any, Any, Any], camera: Camera, folder: Path, every: float, told: Any) -> None:
     """The child: resume, watch and save until it is killed."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process at once, as SIGKILL does
     session = resumed(parts, folder)
     keeper = Keeper(session, folder, None, None, every)
     save = session.save
@@ -63,6 +66,8 @@ def watch(parts: tuple[Any, Any, Any], camera: Camera, folder: Path, every: floa
     def noted(path: str | Path) -> None:
         began = time.monotonic()
         told[BEGUN] += 1
+        if told[STRIKE]:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-4, told[STRIKE] * told[LONGEST]))
         save(path)
         told[SAVES] += 1
         told[LONGEST] = max(told[LONGEST], time.monotonic() - began)
@@ -121,7 +126,8 @@ def killed(kills: int, every: float, kv: dict[str, Any], seed: int = 0) -> dict[
     with tempfile.TemporaryDirectory() as place, mmaccel.VideoSession(*parts[:2], None, kv=kv) as whole:
         folder = Path(place) / "session"
         for kill in range(kills):
-            told = RawArray("d", 5)
+            told = RawArray("d", 6)
+            told[LONGEST] = longest
             if (child := os.fork()) == 0:
                 try:
                     watch(parts, camera, folder, every, told)
@@ -130,10 +136,9 @@ def killed(kills: int, every: float, kv: dict[str, Any], seed: int = 0) -> dict[
             awaited(child, lambda told=told: told[READY] > 0)
             time.sleep(chance.uniform(0.0, 3 * every))
             if kill % 2:
-                begun = told[BEGUN]
-                awaited(child, lambda told=told, begun=begun: told[BEGUN] > begun)
-                time.sleep(chance.uniform(0.0, 0.05))
-            os.kill(child, signal.SIGKILL)
+                told[STRIKE] = chance.uniform(1e-3, 0.9)
+            else:
+                os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             inside += told[BEGUN] > told[SAVES]
             saves, longest, lines = saves + int(told[SAVES]), max(longest, told[LONGEST]), int(told[TAKEN])

@@ -65,7 +65,7 @@ def split_stream(
             layers = range(begin, end)
             own = LayerRange(view.model, view.adapter, view.resolve, layers=layers, at=devices[begin])
             share = policy.for_layers(len(layers) / len(devices))
-            parts.append((layers, own.at, share.stream(stream, own.geometry, own, own.at)))
+            parts.append((layers, own.at, share.open_stream(stream, own.geometry, own, own.at)))
             if isinstance(parts[0][2], FrameMemory):
                 raise ModelError(
                     f"kv {policy.name!r} runs whole frames at a question and the model's layers lie on several devices; "

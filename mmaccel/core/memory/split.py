@@ -139,7 +139,7 @@ class SplitState(StreamState):
     append = view = ahead = write_slot = summaries = seen = seen_only = note_listed_rows = relay(_of_layer)
     end_pass = begin_ingest = idle = set_query_fields = between = relay(_each)
     accept = truncate = reset = relay(_each)
-    units = length = shown = waiting = relay(_first)
+    units = length = shown_units = waiting = relay(_first)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         for state, device in zip(self._states, self._devices, strict=True):

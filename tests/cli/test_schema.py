@@ -14,7 +14,7 @@ import yaml
 
 from mmaccel.cli.catalog import DESCRIBED, schema
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.recipe import Recipe, names, presets
+from mmaccel.core.recipe import VERSION, Recipe, names, presets
 from mmaccel.core.registry import registry
 
 jsonschema: Any = pytest.importorskip("jsonschema")
@@ -41,6 +41,7 @@ def test_presets_and_policies_are_admitted(admits: Callable[[Any], bool]) -> Non
             continue
         whole += 1
         assert admits(json.loads(json.dumps(fields))), name
+        assert admits(yaml.safe_load(Recipe.load(name).to_yaml())), name
     assert whole > 40
 
 
@@ -58,6 +59,8 @@ WRONG: list[dict[str, Any]] = [
     {"backend": "cuda"},
     {"chunk": "all"},
     {"dense_layers": 3},
+    {"version": VERSION + 1},
+    {"version": "1"},
 ]
 
 
@@ -78,7 +81,7 @@ def test_every_field_is_there_with_what_is_said_of_it() -> None:
         for name, cls in registry(kind).items():
             fields = {field.name for field in dataclasses.fields(cls) if field.init}
             assert policies[name]["properties"].keys() == fields | {"name"} and policies[name]["description"]
-    assert found["properties"].keys() == {field.name for field in dataclasses.fields(Recipe)}
+    assert found["properties"].keys() == {"version", *(field.name for field in dataclasses.fields(Recipe))}
     grid = next(
         one
         for one in found["definitions"]["sparse"]["anyOf"][1:]

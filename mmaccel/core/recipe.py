@@ -1,4 +1,4 @@
-"""One frozen choice of pattern, memory, draft, pruner and backend, from Python or YAML; checked before any weight moves."""
+"""`Recipe`: a frozen choice of sparse pattern, KV memory, draft, pruner and backend, from Python or YAML; always checked."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Recipe:
 
     @classmethod
     def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:
-        """A recipe from a `Recipe`, a preset's or a policy's name, a YAML path, a table of heads (.json) or a mapping;
-        `choices` replace fields.
+        """Create a recipe from a `Recipe`, the name of a preset or policy, a YAML path, a table of head patterns (.json) or
+        a mapping; `choices` replace fields.
 
         Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError`.
         """
@@ -107,18 +107,18 @@ class Recipe:
         return cls(**{**fields, **choices})
 
     def to_dict(self) -> dict[str, Any]:
-        """A mapping that `load` turns back into an equal recipe; a loaded model given from Python is told by its class."""
+        """Return a mapping from which `load` makes an equal recipe; of a loaded model only the class name is given."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
-        """The recipe as YAML text."""
+        """Return the recipe as YAML text."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 
 def saved_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> Recipe:
-    """The recipe of the session in folder `where`; raises `ModelError` where it cannot be opened.
+    """Return the recipe of the session saved in folder `where`; raises `ModelError` if it is invalid.
 
-    Fields of earlier versions warn, unless it is read `again` after they did.
+    Warns of fields of earlier versions, unless `again` says that the same recipe has warned before.
     """
     kv = saved.get("kv")
     token = QUIET.set(again and json.dumps(kv) in _heard)
@@ -138,7 +138,7 @@ _heard: set[str] = set()
 
 
 def check_pairs(recipe: Recipe) -> None:
-    """Raise `RecipeError` for the first two choices that exclude each other; no rule looks at three."""
+    """Raise `RecipeError` for the first two choices that exclude each other. Every rule is about two choices."""
     sparse, kv, draft = recipe.sparse, recipe.kv, recipe.draft
     if recipe.prune is not None:
         _check_prune(recipe, recipe.prune)
@@ -207,13 +207,13 @@ def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
 
 
 def check_sequences(recipe: Recipe) -> None:
-    """Raise `RecipeError` for a recipe that cannot serve a model's own `generate`."""
+    """Raise `RecipeError` if `recipe` cannot serve a model's own `generate`."""
     if not recipe.kv.sequences:
         _stream_memory(recipe)
 
 
 def stream_policy(recipe: Recipe) -> StreamPolicy:
-    """The memory of a recipe that can serve a stream; raises `RecipeError` for one that cannot."""
+    """Return the recipe's KV memory as a `StreamPolicy`; raise `RecipeError` if it cannot serve a video stream."""
     kv, draft = _stream_memory(recipe), recipe.draft
     if draft.active and "prompt" in draft.needs:
         raise RecipeError(
@@ -259,29 +259,29 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
 
 
 def presets() -> dict[str, str]:
-    """The named presets shipped with the package: name -> the first comment line of its file."""
+    """Return the shipped presets: name -> the first comment line of its YAML file."""
     files = resources.files("mmaccel").joinpath("recipes").iterdir()
     texts = {f.name.removesuffix(".yaml"): f.read_text() for f in files if f.name.endswith(".yaml")}
     return {name: text.splitlines()[0].removeprefix("#").strip() for name, text in sorted(texts.items())}
 
 
 def names() -> dict[str, str]:
-    """Every name `Recipe.load` knows: presets, and each policy alone; name -> where it comes from."""
+    """Return every name that `Recipe.load` accepts: presets and policies -> "preset" or the policy's kind."""
     found = {name: kind for kind in BASES for name in registry(kind)}
     return {**found, **dict.fromkeys(presets(), "preset")}
 
 
 def endings() -> tuple[str, ...]:
-    """Endings of the files that `Recipe.load` reads: YAML, and those that policies declare (`Policy.file`)."""
+    """Return the file extensions that `Recipe.load` reads: YAML, and those that policies declare (`Policy.file`)."""
     own = (cls.file for kind in BASES for cls in registry(kind).values())
     return (".yaml", ".yml", *(file[0] for file in own if file is not None))
 
 
 def fields_of(source: str | Path) -> dict[str, Any]:
-    """The fields that a preset, a policy's name, a YAML file or a file of a policy's own (`Policy.file`) sets, before any of
-    them is checked. Paths of files in a YAML file count from its folder.
+    """Return the fields, not yet checked, that a preset, a policy's name, a YAML file or a policy's own file (`Policy.file`)
+    sets. Relative paths in a YAML file are resolved against its folder.
 
-    Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` for a file that is no recipe.
+    Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` if the file is not a recipe.
     """
     text, folder = str(source), None
     if text in FORMER:

@@ -1,4 +1,4 @@
-"""The memory of a stream whose model lies on several devices: one memory for the layers of each."""
+"""The KV memory of a stream whose model is spread over several devices: one memory for the layers of each device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPLIT = "split.json"
 
 @dataclass(frozen=True, eq=False)
 class LayerRange(ModelView):
-    """A model as the memory of some of its layers sees it: `layers` are all that it has, numbered from 0, on device `at`."""
+    """The `ModelView` of some consecutive `layers` of a model, numbered from 0, on device `at`."""
 
     layers: range = field(kw_only=True)
     at: torch.device = field(kw_only=True)
@@ -57,7 +57,7 @@ def split_stream(
     view: ModelView,
     home: torch.device,
 ) -> StreamState:
-    """`StreamPolicy.stream` of a model whose decoder layer n lies on ``devices[n]``: a memory for the layers of each."""
+    """Open the stream memory of a model whose decoder layer n is on ``devices[n]``: one memory for each device's layers."""
     begins = [n for n, device in enumerate(devices) if n == 0 or device != devices[n - 1]]
     parts: list[tuple[range, torch.device, StreamState]] = []
     try:
@@ -79,7 +79,7 @@ def split_stream(
 
 
 def load_stream(state: StreamState, path: Path) -> None:
-    """`StreamState.load`, of a folder that was written with as many layers on each device; raises `ModelError`."""
+    """Load a saved memory into `state`; raises `ModelError` unless it was saved with the same layers on each device."""
     own = state._layers if isinstance(state, SplitState) else None
     told = (
         checkpoint_io.read_json(path / SPLIT, {"layers": list})["layers"] if (path / SPLIT).exists() else None
@@ -109,9 +109,9 @@ def _first(split: SplitState, name: str, *given: Any, **named: Any) -> Any:
 
 
 class SplitState(StreamState):
-    """Memories of consecutive layers, each on the device of its layers, as one. All take in the same units.
+    """Several stream memories as one, each for consecutive layers on their device. All hold the same units.
 
-    Devices work on several passes at once: nothing here waits for one of them.
+    Devices work on several passes at once: no method waits for one of them.
     """
 
     def __init__(self, parts: Sequence[tuple[range, torch.device, StreamState]]) -> None:
@@ -121,7 +121,7 @@ class SplitState(StreamState):
         self.recalls_alike = self._states[0].recalls_alike
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        """A snapshot of each device's memory; None where one of them has none."""
+        """Return a snapshot of every device's memory; None if one of them has none."""
         taken = [state.snapshot(stream, pause) for state in self._states]
         if None in taken:
             return None
@@ -133,7 +133,7 @@ class SplitState(StreamState):
 
     @property
     def parts(self) -> bool:  # type: ignore[override]
-        """Whether the memories of all devices let units come between two layers of a question."""
+        """Whether the memories of all devices accept units between two layers of a question."""
         return all(state.parts for state in self._states)
 
     append = view = ahead = write_slot = summaries = seen = seen_only = note_listed_rows = relay(_of_layer)
@@ -203,7 +203,7 @@ class SplitState(StreamState):
         return count
 
     def evidence(self) -> dict[int, Seen]:
-        """The mean over layers; of what reached the answer (`Seen.score`) too, for each part follows it on its own."""
+        """Return the mean over layers, also of `Seen.score`, which each device's memory computes by itself."""
         whole, found = sum(self._layers), [state.evidence() for state in self._states]
         out: dict[int, Seen] = {}
         for unit in sorted({unit for one in found for unit in one}):
@@ -233,7 +233,7 @@ class SplitState(StreamState):
         }
 
     def counters(self) -> dict[str, float]:
-        """Sums of bytes and of seconds, and the largest of all other figures."""
+        """Return sums of bytes and seconds, and the largest of all other figures."""
         found = [state.counters() for state in self._states]
         return {
             name: sum(one.get(name, 0.0) for one in found)

@@ -1,8 +1,7 @@
-"""A pruner at work on a question to a stream: of what a layer recalls, the question and its answer see a part.
+"""Token pruning for a question on a stream: of what each layer retrieves, the question and its answer see only a part.
 
-The video went through all layers before there was a question: its states are gone, and its keys and values stay. What a
-pruner drops between two layers is dropped from what the later ones show. Letters: H query heads, N columns that a layer
-shows, n rows of a question.
+The video was prefilled before the question came: its hidden states are gone, its keys and values stay. What a pruner drops
+between two layers is hidden from later layers. Letters: H query heads, N columns that a layer shows, n rows of a question.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _own(around: AroundMemory, name: str, *given: Any, **named: Any) -> Any:
 
 
 class AroundMemory(StreamState):
-    """The memory `state` as one question and its answer see it; what subclasses leave alone is the memory's own."""
+    """Wraps the stream memory `state` for one question and its answer; methods that a subclass does not define delegate."""
 
     def __init__(self, state: StreamState) -> None:
         self.state = state
@@ -78,17 +77,17 @@ class AroundMemory(StreamState):
 
 
 def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
-    """Warn, and note in the report, that `pruner` does nothing to this prompt."""
+    """Warn, and note in the report, that `pruner` did nothing, as the prompt has no tokens that it prunes."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
     meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
     warn(f"{sentence}.")
 
 
 class InTime(AroundMemory):
-    """The memory `state` as a question on the units ``first .. end`` alone sees it: the head, of units these, and no summary
-    tokens, which stand for others too.
+    """Wraps the stream memory `state` so that a question sees only the units ``first .. end`` and the head, and no summary
+    tokens, which stand for other units too.
 
-    count  tokens of units that a layer shows, the most of any
+    count  the most tokens of units that any layer shows
     """
 
     def __init__(self, state: StreamState, stream: Stream, first: int, end: int) -> None:
@@ -127,15 +126,15 @@ class InTime(AroundMemory):
 
 
 class RecallPruning(AroundMemory):
-    """The memory `state` as one question and its answer see it, which `pruner` shows fewer tokens of units.
+    """Wraps the stream memory `state` so that a question and its answer see only the visual tokens that `pruner` keeps.
 
-    The head, summary tokens and all rows of the question stay, those of images, of other videos and of a unit not yet
-    complete among them. Where all layers show the same columns, a stage drops by the attention of the layers that it names,
-    and what it drops is gone from all later ones. Where layers recall units of their own (`StreamState.recalls_alike`) the
-    columns of one say nothing of another's: from the layer of a stage on, each drops to the stage's share by its own
-    attention. So too for what a decoded token sees (`TokenPruner.glance`). What is dropped stays in the memory.
+    The head, summary tokens and all rows of the question stay, including images, other videos and an incomplete unit in it.
+    If all layers show the same columns, a stage drops tokens by the attention of the layers it names, for all later layers.
+    If layers retrieve different units (`StreamState.recalls_alike`), each layer from a stage on drops to the stage's share
+    by its own attention. The same holds for what a decoded token sees (`TokenPruner.glance`). The memory keeps what is
+    dropped.
 
-    counts  tokens of units that were shown, as "visual", and from the layer of each stage on; the most of any layer
+    counts  tokens of units shown, as "visual", and from the layer of each stage on; the most of any layer
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""A question on a stream, run up to its first token, on a memory that is as before when its answer is over; and the answer,
-which the decoding loop runs."""
+"""Runs a question on a stream up to its first token, with the memory restored when the answer ends; and its decoding."""
 
 from __future__ import annotations
 
@@ -56,17 +55,18 @@ def asked(
     settings: Mapping[str, Any] | None = None,
     between: tuple[float, float] | None = None,
 ) -> Iterator[QuestionRunner]:
-    """A question (`StreamModel.question`) on `live`, run up to its first token; at exit the memory is as before.
+    """Context that runs a question (`StreamModel.question`) on `live` up to its first token; at exit the memory is as
+    before.
 
-    room    tokens may follow
-    weigh   its evidence will be asked for
-    beside  it sees the stream as it is now, and gives way to frames between its layers and its tokens, as far as the memory
-            lets these come meanwhile (`StreamState.snapshot`); the caller holds the `turns` of the model
+    room    tokens that the answer may have
+    weigh   whether its evidence will be asked for
+    beside  it sees the stream as it is now, and yields to frames between its layers and its tokens if the memory supports
+            that (`StreamState.snapshot`); the caller holds the `turns` of the model
     settings  by which tokens are chosen (`StreamAdapter.choosing`)
-    between   seconds of the stream: of units it sees those that were shown from the one to the other
+    between   (begin, end) in seconds of the stream: it sees only units that were shown then
 
-    Raises `ModelError`, before anything is run, where the model has no position left for an answer, and `Ended` when the
-    deadline comes before the first token.
+    Raises `ModelError`, before anything is run, if the model has no position left for an answer, and `Ended` if the deadline
+    comes before the first token.
     """
     if live.ingests:
         raise ModelError("ask: a video is being ingested; ask when that call has ended.")
@@ -240,8 +240,8 @@ def _shown(info: StreamInfo, evidence: Mapping[int, Seen]) -> tuple[Evidence, ..
 
 
 def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.device) -> TokenLayout | None:
-    """[1, rows] what the rows of the question `asking` are, those of a video's marks first, where the pattern of `recipe`
-    may plan some of them."""
+    """Return the layout [1, rows] of the rows of question `asking`, those of a video's end marks first, if the pattern of
+    `recipe` may plan some; else None."""
     if recipe.sparse.dense or rows < MIN_ROWS or rows <= recipe.dense_tail:
         return None
     count = len(asking.ids)
@@ -255,21 +255,21 @@ def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.devi
 
 @dataclass(eq=False)
 class QuestionRunner(Runner):
-    """A question and its answer on the memory of a stream: the target of the decoding loop.
+    """The `Runner` of a question and its answer on a stream's memory: the target of the decoding loop.
 
     live      the stream
-    running   what layers carry beside the memory `state`
+    running   recurrent states beside the memory `state`
     ids       [n] of the words after the video
     left      the tokens of an answer for which the model has positions
     meter     counts what is decoded
-    evidence  gives the frames that the answer is based on, after the question has run
-    question  its text, and `beside` the stream of a draft, which is asked it too
+    evidence  returns the frames that the answer is based on, after the question has run
+    question  its text; `beside`: the stream of a draft, which is asked it too
     check     called between two layers of the question; may raise `Ended`
     pause     called with False between two passes of the answer
-    counted   gives the figures of the memory
+    counted   returns the figures of the memory
     choosing  how the tokens of the answer are chosen
-    shares    whether steps of the answer may be those of others on the model, too
-    around    what is laid round the memory while it lasts; `Listening` tells a draft's pruner what it attended to
+    shares    whether steps of the answer may be batched with other answers on the model
+    around    wraps the memory meanwhile; `Listening` records its attention for a draft's pruner
     logits    [1, V] of the first token, set by `prefill`
     """
 
@@ -293,8 +293,8 @@ class QuestionRunner(Runner):
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Logits [1, V] after a question; `inputs` holds its `stream_pass` and `embeds` [n, E]. Raises `Ended` when the
-        deadline passes before the last layer."""
+        """Run a question; return logits [1, V] of its last token. `inputs` has its `stream_pass` and `embeds` [n, E]. Raises
+        `Ended` if the deadline passes before the last layer."""
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
@@ -325,8 +325,8 @@ class QuestionRunner(Runner):
     def decode(
         self, strategy: DraftStrategy, most: int, put: Callable[[str], None] | None
     ) -> tuple[str, tuple[int, ...], FinishReason]:
-        """Decode at most `most` tokens after the prefill: the text, its ids, and why it ends. `put` gets new text as it
-        comes. Warns when the answer ends with the model's positions."""
+        """Decode at most `most` tokens after the prefill: return the text, its ids, and why it ended. `put` gets each new
+        piece of text. Warns if the model's positions are used up."""
         adapter = self.adapter
         assert isinstance(adapter, StreamAdapter)
         ends, tokens, shown = adapter.ends(), list[int](), ""

@@ -1,4 +1,4 @@
-"""A draft's own stream in this process."""
+"""The video stream of a draft model that runs in this process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FACTS = "stream.json"
 
 
 class LocalDraftStream(DraftStream):
-    """A `StreamRunner` on the draft's model, with a memory `kv` of its own; it begins with the first frames. Of what a
-    question recalls the draft reads what `prune` leaves: `counts` are its tokens, before and after."""
+    """A `DraftStream` on a draft model in this process, with its own KV memory `kv`; it begins with the first frames. Of
+    what a question retrieves the draft reads only what `prune` keeps; `counts` are its tokens, before and after."""
 
     def __init__(
         self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, prune: TokenPruner | None = None
@@ -71,7 +71,7 @@ class LocalDraftStream(DraftStream):
         self._guided = Guided(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read(self, deadline: Deadline | None = None) -> QuestionRunner:
-        """Run the question that was asked: what goes on after it, until `done`; raises `Ended` at the deadline."""
+        """Run the question that was asked; return its runner, valid until `done`. Raises `Ended` at the deadline."""
         if self._live is None or self._asked is None:
             raise ModelError("the draft has seen no frame, or was asked nothing.")
         self._live.around = self._guided or Around()

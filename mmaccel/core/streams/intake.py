@@ -1,4 +1,4 @@
-"""How a session takes in frames: clip by clip, each wholly or not at all, while questions are answered in between."""
+"""How a session takes in frames: clip by clip, each entirely or not at all, while questions are answered in between."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ How = Literal["watch", "ingest"]
 
 
 class Intake:
-    """A stream that takes in frames. Threads hold, in this order:
+    """Base of `VideoSession`: takes in frames. Threads hold these locks, in this order:
 
-    _source  while a call of `watch` or `ingest` lasts, so that the frames of two calls do not mix
+    _source  during a call of `watch` or `ingest`, so that frames of two calls do not mix
     _stream  while a clip is taken in, and while the stream is saved, loaded or closed
-    _asking  while a question is answered; a clip that fails waits for it before it is taken back
+    _asking  while a question is answered; a clip that fails waits for it before it is rolled back
     the model's `turns`, for one pass of frames, one token, or some layers of a question
     """
 
@@ -54,7 +54,7 @@ class Intake:
 
     @property
     def frames(self) -> int:
-        """Frames watched."""
+        """Number of frames watched so far."""
         return 0 if self._live is None else len(self._live.info.times)
 
     def _deadline(self, timeout: float | None) -> Deadline:

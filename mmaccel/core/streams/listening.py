@@ -1,4 +1,4 @@
-"""A draft's own pruner on a stream: what the target's question attends to, and what a draft then reads of its recall."""
+"""Pruning of a draft's retrieved tokens on a stream, guided by the attention of the target's question."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mmaccel.core.streams.parts import Around
 
 
 class Listening(Around):
-    """Lays a `StreamListener` round the memory of each question to a target of `depth` layers, for a draft's `pruner`.
+    """Wraps the memory of each question to a target of `depth` layers in a `StreamListener`, for a draft's `pruner`.
 
-    For a pruner that reads states, those that entered its layers are kept on the host for each token of units, as they came:
+    For a pruner that reads hidden states, the input of its layers is kept on the host for each token of units, in order:
     ``states[layer]``, pieces [n, E].
     """
 
@@ -43,7 +43,7 @@ class Listening(Around):
         return {"input_hooks": {layer: partial(note, layer) for layer in heard}} if heard else {}
 
     def unit_states(self, layer: int) -> Tensor:
-        """[n, E] what entered `layer`, of all tokens of units."""
+        """Return the input [n, E] of `layer` for all tokens of units."""
         if len(self.states[layer]) > 1:
             self.states[layer] = [torch.cat(self.states[layer])]
         return self.states[layer][0] if self.states[layer] else torch.zeros(0, 1)
@@ -76,7 +76,7 @@ class Listening(Around):
         return self._made[0]
 
     def heard(self) -> Heard | None:
-        """Attention of the last question to frames, or None; can be read once."""
+        """Return the attention of the last question to frames, or None; can be read once."""
         made, self._made = self._made, []
         return made[0].heard(self._score if self.states else None) if made else None
 
@@ -85,8 +85,8 @@ class StreamListener(AroundMemory):
     """Wraps the memory `state` and records, for a draft's pruner, the question's attention to frames at the layers that
     `stage` reads; for a pruner that reads hidden states, which tokens of frames any layer sees.
 
-    The layers that are read run without captured steps while the question is read, and with them from its first token on.
-    A pruner of the target drops out of what is shown after this: what it drops has been heard.
+    Layers that are read run without CUDA graphs during the question, and with them from its first token on. A pruner of the
+    target acts after this, so tokens that it drops are recorded too.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StreamListener(AroundMemory):
         return view
 
     def heard(self, score: Callable[..., Tensor] | None = None) -> Heard:
-        """What was heard of the question; `score` makes something else of the tokens that were seen."""
+        """Return what was recorded of the question; `score` computes other scores for the tokens that were seen."""
         groups, unit = self._stage.attention, self._stream.unit
         if not self._heard:
             none, rows = torch.zeros(0, dtype=torch.long), 1 if score else len(groups)
@@ -150,10 +150,10 @@ class StreamListener(AroundMemory):
 
 
 class Guided(Around):
-    """Lays a `GuidedRecall` round the memory of a draft for one question.
+    """Wraps a draft's memory in a `GuidedRecall` for one question.
 
-    counts  what it showed
-    paid    what the target's question paid to each unit that it saw, by number
+    counts  numbers of visual tokens that it showed
+    paid    unit number -> attention that the target's question paid to it
     """
 
     def __init__(self, pruner: TokenPruner, heard: Heard) -> None:
@@ -173,11 +173,12 @@ class Guided(Around):
 
 
 class GuidedRecall(RecallPruning):
-    """The memory of a draft, of whose recalled units a question sees what the draft's `pruner` leaves of each layer's.
+    """A draft's stream memory during a question, reduced in each layer to the retrieved tokens that the draft's `pruner`
+    keeps.
 
-    The pruner is given what the target's question paid to the same tokens (`Heard`), as if by one row. What the target did
-    not see it paid nothing to; of a memory that cannot say which tokens it shows all are alike, and where all are alike the
-    pruner of attention spreads its choice evenly.
+    The pruner's signal is the attention that the target's question paid to the same tokens (`Heard`), as one row; 0 for
+    tokens that the target did not see. If a memory cannot tell which tokens it shows, all have equal scores, and the pruner
+    by attention then chooses evenly spaced ones.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A stream on disk: its film and its memory, within the folder that `session_io` fills, and how it is read back."""
+"""A saved stream (its frame times and its KV memory), in the folder that `session_io` fills: written and read here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SIZES: dict[str, Callable[[Any], bool]] = {
 
 
 def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
-    """Write a stream's film and memory into `folder`, which exists; the facts `read_stream` asks for. Raises OSError."""
+    """Write a stream's times and memory into the existing `folder`; return facts for `read_stream`. Raises OSError."""
     adapter, info = live.adapter, live.info
     assert isinstance(adapter, StreamAdapter)  # a prompt's stream ends with its call
     (folder / MEMORY).mkdir()
@@ -91,7 +91,7 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
 
 
 def check_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> None:
-    """Raise `ModelError` unless the model of `facts` is that of `adapter`, in its type."""
+    """Raise `ModelError` unless `facts` name the weights and the type of the model of `adapter`."""
     dtype = _name(adapter.dtype)
     if facts["model"] != adapter.signature():
         raise ModelError(f"{where} was saved from another model; load it with the model it was saved with.")
@@ -105,9 +105,9 @@ def check_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> N
 def read_stream(
     data: Path, told: Path, facts: dict[str, Any], adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None
 ) -> StreamRunner:
-    """The stream that `write_stream` wrote into the folder `data`, whose `facts` the file `told` has, with `kv` as memory.
+    """Read the stream that `write_stream` wrote into folder `data`, with its `facts` from file `told`, into a memory `kv`.
 
-    Raises `ModelError` where they do not fit.
+    Raises `ModelError` if they do not fit.
     """
     for name, fits in SIZES.items():
         if name not in facts or not fits(facts[name]):
@@ -139,7 +139,7 @@ def read_stream(
 
 
 def lasting(kv: KVPolicy) -> dict[str, Any] | None:
-    """The fields of a memory of streams that matter before a question, JSON-ready; None for another one."""
+    """Return a stream memory's fields that matter before a question, JSON-ready; None for other policies."""
     if not isinstance(kv, StreamPolicy):
         return None
     fields = plain(Recipe(kv=kv).to_dict()["kv"]).items()
@@ -155,7 +155,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As it is after a way through JSON."""
+    """Return `value` as it is after a round trip through JSON; raises `ModelError` if it cannot be stored."""
 
     def refuse(one: Any) -> None:
         raise ModelError("recipe: it holds an object that cannot be saved; name its policies instead.")

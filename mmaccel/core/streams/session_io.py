@@ -59,7 +59,7 @@ KINDS = {"format": str, "version": int, "recipe": dict, "files": dict, "model": 
 
 
 def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
-    """Write a session into the folder `path`; raises `ModelError` where that cannot be."""
+    """Save a session to the folder `path`; raises `ModelError` if it cannot be written."""
     writable(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
     place = path.resolve()
@@ -97,7 +97,7 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
 
 
 def recipe_of(path: Path) -> Recipe:
-    """The recipe that a session was saved with; raises `ModelError` if the saved session cannot be opened."""
+    """Return the recipe of the session saved at `path`; raises `ModelError` if it cannot be opened."""
     return saved_recipe(path, _read(path)["recipe"])
 
 
@@ -110,8 +110,8 @@ def load(
 ) -> StreamRunner:
     """Load a saved session: its stream, with the memory `kv`, and its draft's stream, which `beside` opens.
 
-    Raises an `MmaccelError` when the stream does not fit the model, and warns when the draft's does not. Reads again if
-    another process saves to the folder meanwhile and removes files.
+    Raises an `MmaccelError` if the stream does not fit the model, and warns if the draft's does not. Retries if another
+    process saves to the folder meanwhile and removes files.
     """
     left = READS
     while True:
@@ -140,7 +140,7 @@ def load(
 
 
 def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON-ready facts with the CRC-32 over all of them."""
+    """Return JSON-ready `facts` with a CRC-32 checksum of all of them added."""
     bare = {name: value for name, value in facts.items() if name != CHECKSUM}
     return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
 
@@ -220,7 +220,7 @@ def _check_file(where: Path, name: str, known: Any) -> None:
 
 
 def writable(path: Path) -> None:
-    """Raises `ModelError` where a session cannot be saved to `path` because something else is there, which is left alone."""
+    """Raise `ModelError` if a session cannot be saved to `path`, for example because other files are there."""
     try:
         place = path.resolve()
         above = next(one for one in (place, *place.parents) if one.exists())
@@ -237,7 +237,7 @@ def writable(path: Path) -> None:
 
 
 def ours(name: str) -> bool:
-    """Whether a path within the folder is one that a save writes."""
+    """Return whether a path within a session's folder is one that a save writes."""
     parts = PurePosixPath(name).parts
     if ".." in parts or not parts or "\0" in name:
         return False

@@ -1,6 +1,5 @@
-"""The memory whose older units lie on the host: what passes of the stream and questions retrieve of them, and summary tokens
-for the rest. On CUDA, the choice is captured as a graph when a question of the same kind comes for the second time, and
-replayed from then on.
+"""Base of memories that archive older units on the host: what passes of the stream and questions retrieve of them, and
+summary tokens for the rest. On CUDA, retrieval for a question is captured as a graph at its second run, then replayed.
 
 Letters: L layers, H query heads, G key/value heads, D head size, E hidden size, P tokens a unit, C places for clusters.
 """
@@ -37,12 +36,12 @@ AHEAD = 1.25
 
 
 class ArchivedMemory(StreamMemory):
-    """Units that have left the window lie in `store`; `index` finds them, and `prefetcher` brings them.
+    """A stream memory whose units that left the window are in `store`; `index` finds them, and `prefetcher` copies them.
 
     While the stream is encoded, each layer of a pass retrieves `encode_budget` units by the mean query of the pass, so that
-    units are stored as they are after what came before (Mosaic VII-A). What is stored follows from the passes alone (a call
-    of `watch` ends with a pass), not from questions, the cache, or the way by which units come. Nothing is read back, and
-    nothing is fetched ahead: 8 frames of a layer cross the wire in less than a hundredth of the time of a pass.
+    units are encoded with earlier context (Mosaic VII-A). What is stored depends on the passes alone (a call of `watch` ends
+    a pass), not on questions, the cache or prefetching. This reads nothing back to the host and prefetches nothing: 8 frames
+    of a layer are copied in less than a hundredth of the time of a pass.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Base of stream memories with a fixed number of tokens: the best tokens stay on the device, the rest is lost.
+"""Base of stream memories that keep a fixed number of tokens on the device and drop the rest.
 
-Encoding: a query sees the head, every token that is held, and its own causal past. Keys are kept as they are before
-rotation, each with its column in the stream, and turned anew for every pass. Units go through the layers in clips that begin
-at multiples of the clip's length, so that memories change at the same moments however the stream is cut.
+Encoding: a query sees the prompt before the video, all kept tokens, and its own causal past. Keys are stored before RoPE,
+each with its column in the stream, and rotated for every pass. Units run in clips that begin at multiples of the clip's
+length, so that tokens are dropped at the same moments however the stream is cut.
 
 Letters: G key/value heads, H query heads, D head size, P tokens a unit, N tokens held by a layer.
 """
@@ -26,29 +26,29 @@ from mmaccel.policies.kv._windowed import StreamMemory
 
 
 class Held(NamedTuple):
-    """The tokens of one layer in order of time: raw keys and values [1, G, N, D], and columns [N] long."""
+    """The kept tokens of one layer in order of time: raw keys and values [1, G, N, D], and columns [N] long."""
 
     key: Tensor
     value: Tensor
     column: Tensor
 
     def take(self, index: Tensor) -> Held:
-        """The tokens at `index` [k]."""
+        """Return the tokens at indices `index` [k]."""
         key, value = (side.index_select(2, index) for side in (self.key, self.value))
         return Held(key, value, self.column[index])
 
     def and_then(self, other: Held) -> Held:
-        """These, and then the tokens of `other`."""
+        """Return these tokens followed by those of `other`."""
         key, value = (torch.cat(both, 2) for both in zip(self[:2], other[:2], strict=True))
         return Held(key, value, torch.cat([self.column, other.column]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPolicy(StreamPolicy):
-    """The fields of a memory of tokens.
+    """The fields of a memory that keeps single tokens.
 
-    frames     kept, in tokens of each layer
-    positions  where kept tokens stand: "original" as long as the model's limit allows, then compact; or "compact" always
+    frames     budget of each layer, in frames' worth of tokens
+    positions  of kept tokens: "original" as long as the model's limit allows, then compact; or "compact" always
     """
 
     ingests: ClassVar[bool] = True
@@ -60,11 +60,11 @@ class TokenPolicy(StreamPolicy):
 
 
 class TokenMemory(StreamMemory):
-    """The base of memories of tokens; subclasses say which tokens stay (`_keep`) and what a question sees (`_pick`).
+    """The base of memories that keep single tokens; subclasses choose which (`_keep`) and what a question sees (`_pick`).
 
-    budget  tokens that a layer keeps once a clip is over: a whole number of units
+    budget  tokens that a layer keeps at the end of a clip: a whole number of units
     clip    units of a clip
-    FACTS   what a subclass counts in `_facts`, and its types: saved, and taken back with the stream
+    FACTS   name -> type of figures that a subclass keeps in `_facts`: saved, and restored with the stream
     """
 
     FACTS: ClassVar[dict[str, type]] = {}
@@ -289,8 +289,9 @@ class TokenMemory(StreamMemory):
 
 
 def attended(query: Tensor, key: Tensor) -> Tensor:
-    """[N] float32: the share of attention that `key` [1, G, N, D] gets from `query` [1, H, n, D], the last n of its columns.
+    """Return the share of attention [N] float32 that each of `key` [1, G, N, D] gets from `query` [1, H, n, D], the last n
+    columns.
 
-    Both turned; causal, mean over rows and heads.
+    Both after RoPE; causal, mean over rows and heads.
     """
     return attention(query[0], key[0]).mean(0)

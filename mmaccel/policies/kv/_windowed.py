@@ -1,6 +1,6 @@
-"""Shared by stream memories with a local window: encoding under it, and how a question runs.
+"""Base of stream memories with a local window: encoding under the window, and how a question runs.
 
-Letters: G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before rotation) unless said.
+Letters: G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before RoPE) unless said.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from mmaccel.policies.kv._window import Asked, Look, Pair, Ring, Rows, mean_quer
 
 
 class StreamMemory(IngestState):
-    """The base of windowed memories; subclasses archive what leaves the window and say what a question recalls.
+    """The base of windowed memories; subclasses archive what leaves the window and choose what a question retrieves.
 
-    New units see the head, the last ``window * P`` columns, their own included, and nothing else; so what a chunk gives does
-    not depend on how the stream is cut. Keys are turned at the units' own places, less a base (see `Bases`). A question sees
-    [head | recalled units in order of time | local units | question and answer], turned at compact or original places,
-    gathered once a layer and kept for the answer.
+    New units see only the prompt before the video (head) and the last ``window * P`` columns, their own included, so that
+    the result does not depend on how the stream is cut. Keys have the units' own positions, minus a base (see `Bases`). A
+    question sees [head | retrieved units in order of time | local units | question and answer], at compact or original
+    positions, gathered once per layer and kept for the answer.
 
-    A stored video is ingested as `IngestState` has it, and all but the window leaves when it has ended.
+    A stored video is ingested as in `IngestState`, and all but the window leaves when it has ended.
 
-    window, local, ingest: units. Subclasses fill `_gone` (units leave the window), `_recall` and `_bring` (a question),
-    `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees. Which units a question recalls
-    stays on the device; how many they are the host knows.
+    window, local, ingest: units. Subclasses override `_gone` (units leave the window), `_recall` and `_bring` (a question),
+    `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees. The numbers of retrieved units
+    stay on the device; the host knows how many there are.
     """
 
     recalls_alike = True

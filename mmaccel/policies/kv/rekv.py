@@ -1,4 +1,4 @@
-"""ReKV: recall whole frames by the mean of their keys. Its index, by frame, is a part that other memories can take."""
+"""The `rekv` memory: retrieves whole frames by their mean keys; and its index `frames`, which other memories can use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from mmaccel.policies.kv._window import Pair
 
 
 class FrameIndex(Index):
-    """An index with one cluster for each unit: cluster n is unit n. It stays on the device; the host knows nothing of
-    it."""
+    """An index in which every unit is its own cluster: cluster n is unit n. It is kept entirely on the device."""
 
     def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         first, end = self._units, self._units + pairs[0][0].shape[2] // self._tokens
@@ -117,7 +116,7 @@ class FrameIndex(Index):
 @register("index", "frames")
 @dataclass(frozen=True, kw_only=True)
 class Frames(IndexPolicy):
-    """Every unit is found by its own mean key before rotation, at each layer, as ReKV has it (ICLR 2025)."""
+    """Every unit is found by its own mean key before RoPE, at each layer, as in ReKV (ICLR 2025)."""
 
     opens: ClassVar = FrameIndex
 
@@ -128,10 +127,10 @@ class ReKV(ArchivedPolicy):
     """Encodes under a sliding window and keeps all frames on the host; each layer retrieves those nearest to the question.
 
     After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a frame is
-    represented by its mean key before rotation, a question by its mean query; each layer takes the best `frames`, in order
+    represented by its mean key before RoPE, a question by its mean query; each layer retrieves the best `frames`, in order
     of time and with consecutive positions, and keeps them for the answer. As in the paper's code no local window is seen by
-    a question (``local = 0``). It departs from it where the head stands while encoding (see `_ingest.Bases`), in one pass
-    over the question instead of two, and runs no language head while encoding.
+    a question (``local = 0``). Departures: the positions of the prompt before the video while encoding (see
+    `_ingest.Bases`), one pass over the question instead of two, and no language head while encoding.
     """
 
     local: int = 0

@@ -1,6 +1,6 @@
 """Contract tests of KV memories, for sequences and for streams.
 
-B batch, G key/value heads, n columns, D head size; P tokens a unit of a stream, E hidden size.
+B batch, G key/value heads, n columns, D head size; P tokens a unit (frame) of a stream, E hidden size.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class _Trial:
         return views
 
     def watch(self, count: int) -> None:
-        """Run `count` units as a session does, eight at a time."""
+        """Run `count` units (frames) as a session does, eight at a time."""
         end = self.state.units() + count
         while (first := self.state.units()) < end:
             n = self.state.fit(first, min(8, end - first))

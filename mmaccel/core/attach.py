@@ -77,8 +77,8 @@ class StreamModel(ABC):
         return frames
 
     def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        """Return the layers' input [n, P, E] for units with `features` [n, ., E]: the features and the text, such as a time
-        stamp, beside each. It is wider than E where layers add features of their own (see `run`)."""
+        """Return the layers' input [n, P, E] for units (frames) with `features` [n, ., E]: the features and the text, such
+        as a time stamp, beside each. It is wider than E where layers add features of their own (see `run`)."""
         return features
 
     @abstractmethod

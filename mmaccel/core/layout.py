@@ -231,13 +231,13 @@ class PositionIds:
 
     @classmethod
     def evenly(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> PositionIds:
-        """Create the positions of units that follow each other like text: each unit adds `slope` to every coordinate."""
+        """Create the positions of units (frames) that follow each other as text does, `slope` apart on every axis."""
         made = cls(head, unit, lambda n: torch.arange(n) * slope, text, slope, limit, None, *more)
         made.moved = made.axes
         return made
 
     def anew(self, tokens: int) -> PositionIds:
-        """Return positions of units of `tokens` tokens, numbered 0, 1, 2, ... on every axis."""
+        """Return positions of units (frames) of `tokens` tokens, numbered 0, 1, 2, ... on every axis."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
         return self.evenly(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
@@ -245,7 +245,7 @@ class PositionIds:
     # Units at times of their own.
 
     def told(self, first: int, times: Sequence[float]) -> None:
-        """Record the times, in seconds, at which units from `first` on were shown; forget the times of later units."""
+        """Record the times, in seconds, of units (frames) from `first` on; forget the times of later ones."""
         pace = self._pace
         if pace is None or first > len(self._slots):
             return
@@ -267,23 +267,23 @@ class PositionIds:
         self._own[begin : len(slots)] = steps.to(self._own.device)
 
     def at(self, unit: int) -> float:
-        """Return the slot (time in intervals of the even rate) of a unit; units of unknown time follow the last known."""
+        """Return the slot of a unit (frame): its time in intervals of the even rate. Unknown times follow the last one."""
         if self._odd is None:
             return unit
         last = len(self._slots) - 1
         return self._slots[unit] if unit <= last else self._slots[last] + unit - last
 
     def slots(self, count: int) -> int:
-        """Return the number of time slots up to the last of `count` units; it is `count` if the stream is even."""
+        """Return the number of time slots up to the last of `count` units (frames); it is `count` if the stream is even."""
         return math.floor(self.at(count - 1)) + 1 if count else 0
 
     @property
     def even(self) -> bool:
-        """Whether every unit was shown at the even rate, in the slot of its number."""
+        """Whether every unit (frame) was shown at the even rate, in the slot of its number."""
         return self._odd is None
 
     def own(self, first: int, count: int, base: int = 0) -> Tensor:
-        """Return positions [count * P] or [3, count * P] of units from `first` on at their own times, minus `base` slots."""
+        """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by their times, minus `base`."""
         if self._odd is None:
             return self.units(first - base, count)
         if not base:
@@ -309,24 +309,24 @@ class PositionIds:
         return self._shaped(self._head)
 
     def units(self, first: int, count: int) -> Tensor:
-        """Return the positions [count * P] or [3, count * P] of units ``first .. first + count``, by their numbers."""
+        """Return positions [count * P] or [3, count * P] of units (frames) ``first .. first + count``, by number."""
         return self._placed(self._upto(first + count)[first : first + count])
 
     def chosen(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
-        """Return positions [k * P] or [3, k * P] of the units `numbers` [k] long, none above `most`; with `token`, of only
-        that token of each unit: [k] or [3, k]. `own`: at the units' own times."""
+        """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`; with `token`,
+        of only that token of each unit: [k] or [3, k]. `own`: at the units' own times."""
         return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
 
     def cells(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
-        """Return positions [k] or [3, k] of single video tokens, by column: u * P + c is token c of unit u, no u above
-        `most`. `own`: at the units' own times."""
+        """Return positions [k] or [3, k] of single video tokens, by column: u * P + c is token c of unit (frame) u, no u
+        above `most`. `own`: at the units' own times."""
         columns, tokens = columns.to(self._head.device), self._unit.shape[1]
         out = self._unit[:, columns % tokens].clone()
         out[: self.moved] += self._table(most + 1, own)[columns // tokens]
         return self._shaped(out)
 
     def tail(self, units: int, start: int, count: int) -> Tensor:
-        """Return positions [count] or [3, count] of the text after `units` units, from its column `start` on."""
+        """Return positions [count] or [3, count] of the text after `units` units (frames), from its column `start` on."""
         begin = self._text + (units - 1) * self._slope
         first = start if self.follows is not None else begin + start
         row = torch.arange(first, first + count, device=self._head.device)
@@ -336,8 +336,8 @@ class PositionIds:
         return self._shaped(self.follows[:, last] + (row - last) + begin)
 
     def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
-        """Return positions [count] or [3, count] of columns ``start .. start + count`` after `units` units: first the
-        `pending` columns of further units, all or none of them, then the text. `own`: units at their own times."""
+        """Return positions [count] or [3, count] of columns ``start .. start + count`` after `units` units (frames): first
+        the `pending` columns of further units, all or none, then the text. `own`: by the units' own times."""
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.tail(units + more, start - pending, count)
@@ -345,15 +345,15 @@ class PositionIds:
         return torch.cat([first, self.tail(units + more, 0, count - pending)], -1)
 
     def span(self, units: int, own: bool = False) -> int:
-        """Return the largest position, on any axis, of `units` units and the first text token. `own`: at own times."""
+        """Return the largest position of `units` units (frames) and the first text token. `own`: by the units' times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
         step = self._step(self.at(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
-        """Return the position of the last of `rows` columns after `units` units, of which the first `pending` are further
-        units; and the number of positions used in all, as time may reach further than text. `own`: units at own times."""
+        """Return the position of the last of `rows` columns after `units` units (frames), of which the first `pending` are
+        further units; and how many positions are used in all (by time or text). `own`: by the units' own times."""
         whole = units + pending // self._unit.shape[1]
         first, count = self._text + (whole - 1) * self._slope, rows - pending
         if self.follows is None:
@@ -369,11 +369,11 @@ class PositionIds:
         return last + 1 < self.limit and taken <= self.limit
 
     def known(self, count: int, own: bool = False) -> int:
-        """Return how many units (at least `count`) the position table covers before it has to be rebuilt."""
+        """Return how many units (frames), at least `count`, the position table covers before it has to be rebuilt."""
         return self._table(count, own).numel()
 
     def mark(self, count: int) -> tuple[int, int]:
-        """Return the address of the position table of `count` units; it changes when the table is rebuilt."""
+        """Return the address of the position table of `count` units (frames); it changes when the table is rebuilt."""
         return self._upto(count).data_ptr(), 0 if self._odd is None else self._own.data_ptr()
 
     def _table(self, count: int, own: bool) -> Tensor:

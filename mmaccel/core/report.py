@@ -218,7 +218,7 @@ class Meter(Rounds):
         self.started = time.perf_counter()
 
     def enter(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
-        """Start measuring a forward pass over `tokens` new columns from column `start`; `video`: its tokens and units."""
+        """Start measuring a pass over `tokens` new columns from column `start`; `video`: its tokens and units (frames)."""
         if not self.generating and start == 0:
             self.clear()
         if self.prompt_tokens == 0:

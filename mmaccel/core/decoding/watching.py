@@ -44,8 +44,8 @@ class Heard:
     paid: Tensor
 
     def to(self, numbers: Tensor, places: Tensor, unit: int) -> Tensor:
-        """Return [k, m], the attention paid to the tokens at `places` [m] of units `numbers` [m], for a model with `unit`
-        tokens per unit."""
+        """Return [k, m], the attention paid to the tokens at `places` [m] of units (frames) `numbers` [m], for a model with
+        `unit` tokens per unit."""
         wanted, tokens = numbers * self.unit + places * self.unit // unit, self.tokens.to(numbers.device)
         paid = self.paid.to(numbers.device)
         if not tokens.numel():

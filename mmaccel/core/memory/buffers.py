@@ -1,4 +1,4 @@
-"""Growing buffers for KV memories, row numbers of a stream's units, and the host's available memory."""
+"""Growing buffers for KV memories, row numbers of a stream's units (frames), and the host's available memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def grow_buffer(
 
 
 class UnitRows:
-    """Maps the units of a stream to rows of a buffer, on the host; rows of forgotten units are reused.
+    """Maps the units (frames) of a stream to rows of a buffer, on the host; rows of forgotten units are reused.
 
     The first rows belong to the units `old` [k], ascending, and each row n after them to unit n + `gap`; until `keep` is
     called a unit's row is its number.
@@ -63,7 +63,7 @@ class UnitRows:
         self.clear()
 
     def clear(self) -> None:
-        """Reset: the row of each unit is its number."""
+        """Reset: the row of each unit (frame) is its number."""
         self.old, self.gap = torch.zeros(0, dtype=torch.long), 0
 
     def keep(self, rows: int, kept: Tensor) -> None:
@@ -71,11 +71,11 @@ class UnitRows:
         self.old, self.gap = self.units(rows)[kept], self.gap + rows - len(kept)
 
     def units(self, rows: int) -> Tensor:
-        """Return the units [rows] of the first `rows` rows."""
+        """Return the units (frames) [rows] of the first `rows` rows."""
         return torch.cat([self.old, torch.arange(len(self.old), max(rows, len(self.old))) + self.gap])[:rows]
 
     def rows(self, units: Tensor) -> Tensor:
-        """Return the rows of `units`, of any shape; -1 for forgotten ones."""
+        """Return the rows of `units` (frames), of any shape; -1 for forgotten ones."""
         if not self.gap:
             return units
         fresh, at = units - self.gap, torch.searchsorted(self.old, units)
@@ -83,7 +83,7 @@ class UnitRows:
         return torch.where(fresh >= len(self.old), fresh, torch.where(known, at, -1))
 
     def below(self, end: int) -> int:
-        """Return the number of rows of units below `end`."""
+        """Return the number of rows of units (frames) below `end`."""
         return max(end - self.gap, int(torch.searchsorted(self.old, end))) if self.gap else end
 
     def told(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class UnitRows:
         return {"old": self.old.tolist(), "gap": self.gap} if self.gap else {}
 
     def read(self, told: dict[str, Any], units: int) -> int:
-        """Restore what `told` returned, for a stream of `units` units; return the number of rows."""
+        """Restore what `told` returned, for a stream of `units` units (frames); return the number of rows."""
         (gap,) = checkpoint_io.numbers([told.get("gap", 0)], "index: gap", units + 1)
         old = checkpoint_io.numbers(told.get("old", []), "index: old", units)
         if old != sorted(set(old)) or len(old) > units - gap:

@@ -216,8 +216,9 @@ class StreamPass:
 
 @dataclass(frozen=True)
 class Seen:
-    """How much an answer rests on one unit: the share of layers that attended to it (retrieved or in the local window), the
-    share that retrieved it, and its part of all that reached the answer from units (`Evidence`; None: not computed)."""
+    """How much an answer rests on one unit (frame): the share of layers that attended to it (retrieved or in the local
+    window), the share that retrieved it, and its part of all that reached the answer from units (`Evidence`; None: not
+    computed)."""
 
     share: float
     retrieved: float
@@ -265,7 +266,7 @@ class StreamState(KVState):
 
     @abstractmethod
     def units(self) -> int:
-        """Return the number of units in the memory's stream."""
+        """Return the number of units (frames) in the memory's stream."""
 
     @abstractmethod
     def checkpoint(self) -> Any:
@@ -285,7 +286,7 @@ class StreamState(KVState):
         return None
 
     def between(self, first: int, end: int) -> None:
-        """Restrict this snapshot's question to the units ``first .. end``: it retrieves no others."""
+        """Restrict this snapshot's question to the units (frames) ``first .. end``: it retrieves no others."""
 
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
 
@@ -298,38 +299,38 @@ class StreamState(KVState):
         return None
 
     def fit(self, first: int, count: int) -> int:
-        """Return how many of `count` units from number `first` on may go in one pass, at least 1."""
+        """Return how many of `count` units (frames) from number `first` on may go in one pass, at least 1."""
         return count
 
     def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
-        """Return after how many units question `stream_pass` is positioned (called before it runs), and whether units keep
-        their own positions: then all units, else fewer, as the units shown get consecutive positions (an upper bound if not
-        yet known)."""
+        """Return after how many units (frames) question `stream_pass` is positioned (called before it runs), and whether
+        units keep their own positions: then all units, else fewer, as the units shown get consecutive positions (an upper
+        bound if not yet known)."""
         return self.units(), True
 
     def begin_ingest(self) -> None:
-        """Start an ingestion: units until `idle` are of a stored video, each sees all earlier ones of it, and views have a
-        `layout`. Called before each clip, if the policy `ingests`."""
+        """Start an ingestion: units (frames) until `idle` are of a stored video, each sees all earlier ones of it, and views
+        have a `layout`. Called before each clip, if the policy `ingests`."""
 
     def idle(self) -> None:
-        """End an ingestion, and do work that was put off while units came; no more units come for now."""
+        """End an ingestion, and do work that was put off while units (frames) came; no more units come for now."""
 
     def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
-        """Forget units that are too old, by the seconds at which each was `shown`, except `pinned` ones, which from now on
-        stay even if memory is full. Return the numbers of all units forgotten since the last call."""
+        """Forget units (frames) that are too old, by the seconds at which each was `shown`, except `pinned` ones, which from
+        now on stay even if memory is full. Return the numbers of all units forgotten since the last call."""
         return []
 
     def evidence(self) -> dict[int, Seen]:
-        """Return the units that the last question attended to: unit number -> `Seen`."""
+        """Return the units (frames) that the last question attended to: unit number -> `Seen`."""
         return {}
 
     def summaries(self, layer: int) -> int:
-        """Return, during a question, how many columns between head and units in the view of `layer` are summary tokens."""
+        """Return, in a question, how many columns of the view of `layer`, between head and frames, are summary tokens."""
         return 0
 
     def seen(self, layer: int) -> Tensor | None:
-        """Return, during a question, the stream tokens [m] long that `layer` sees, without head and summaries: unit number *
-        P + index in the unit. None: not known."""
+        """Return, during a question, the stream tokens [m] long that `layer` sees, without head and summaries: unit (frame)
+        number * P + index in the unit. None: not known."""
         return None
 
     def seen_only(self, layer: int, columns: Tensor) -> None:
@@ -344,17 +345,17 @@ class StreamState(KVState):
 
     def clusters(self) -> dict[str, Tensor]:
         """Return, for a memory that clusters, level name -> cluster index [L or 1, N] of each entry at each layer; entries
-        are equal parts of units, in order."""
+        are equal parts of units (frames), in order."""
         return {}
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
-        """Merge similar units before they are run, given features [n, P, E]: return the features to run, [m, P, E], and for
-        each how many consecutive units it represents. Units are numbered after merging; those that may be merged with later
-        units are held back (`waiting`)."""
+        """Merge similar units (frames) before they are run, given features [n, P, E]: return the features to run, [m, P, E],
+        and for each how many consecutive units it represents. Units are numbered after merging; those that may be merged
+        with later units are held back (`waiting`)."""
         return features, [1] * features.shape[0]
 
     def waiting(self) -> Tensor | None:
-        """Return the features [w, P, E] that `merge` holds back, merged as of now; a question sees them after all units."""
+        """Return the features [w, P, E] of frames that `merge` holds back, merged as of now; a question sees them last."""
 
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("kv: this memory rolls back by truncate; use a draft that proposes chains.")

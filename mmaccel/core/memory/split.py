@@ -109,7 +109,7 @@ def _first(split: SplitState, name: str, *given: Any, **named: Any) -> Any:
 
 
 class SplitState(StreamState):
-    """Several stream memories as one, each for consecutive layers on their device. All hold the same units.
+    """Several stream memories as one, each for consecutive layers on their device. All hold the same units (frames).
 
     Devices work on several passes at once: no method waits for one of them.
     """
@@ -133,7 +133,7 @@ class SplitState(StreamState):
 
     @property
     def parts(self) -> bool:  # type: ignore[override]
-        """Whether the memories of all devices accept units between two layers of a question."""
+        """Whether the memories of all devices accept units (frames) between two layers of a question."""
         return all(state.parts for state in self._states)
 
     append = view = ahead = write_slot = summaries = seen = seen_only = note_listed_rows = relay(_of_layer)

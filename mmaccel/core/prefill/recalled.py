@@ -84,8 +84,8 @@ def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
 
 
 class InTime(AroundMemory):
-    """Wraps the stream memory `state` so that a question sees only the units ``first .. end`` and the head, and no summary
-    tokens, which stand for other units too.
+    """Wraps the stream memory `state` so that a question sees only the units (frames) ``first .. end`` and the head, and no
+    summary tokens, which stand for other units too.
 
     count  the most tokens of units that any layer shows
     """
@@ -128,10 +128,10 @@ class InTime(AroundMemory):
 class RecallPruning(AroundMemory):
     """Wraps the stream memory `state` so that a question and its answer see only the visual tokens that `pruner` keeps.
 
-    The head, summary tokens and all rows of the question stay, including images, other videos and an incomplete unit in it.
-    If all layers show the same columns, a stage drops tokens by the attention of the layers it names, for all later layers.
-    If layers retrieve different units (`StreamState.recalls_alike`), each layer from a stage on drops to the stage's share
-    by its own attention. The same holds for what a decoded token sees (`TokenPruner.glance`). The memory keeps what is
+    The head, summary tokens and all rows of the question stay, including images, other videos and an incomplete unit (frame)
+    in it. If all layers show the same columns, a stage drops tokens by the attention of the layers it names, for all later
+    layers. If layers retrieve different units (`StreamState.recalls_alike`), each layer from a stage on drops to the stage's
+    share by its own attention. The same holds for what a decoded token sees (`TokenPruner.glance`). The memory keeps what is
     dropped.
 
     counts  tokens of units shown, as "visual", and from the layer of each stage on; the most of any layer

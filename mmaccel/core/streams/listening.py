@@ -22,8 +22,8 @@ from mmaccel.core.streams.parts import Around
 class Listening(Around):
     """Wraps the memory of each question to a target of `depth` layers in a `StreamListener`, for a draft's `pruner`.
 
-    For a pruner that reads hidden states, the input of its layers is kept on the host for each token of units, in order:
-    ``states[layer]``, pieces [n, E].
+    For a pruner that reads hidden states, the input of its layers is kept on the host for each token of units (frames), in
+    order: ``states[layer]``, pieces [n, E].
     """
 
     def __init__(self, pruner: TokenPruner, depth: int) -> None:
@@ -43,7 +43,7 @@ class Listening(Around):
         return {"input_hooks": {layer: partial(note, layer) for layer in heard}} if heard else {}
 
     def unit_states(self, layer: int) -> Tensor:
-        """Return the input [n, E] of `layer` for all tokens of units."""
+        """Return the input [n, E] of `layer` for all tokens of units (frames)."""
         if len(self.states[layer]) > 1:
             self.states[layer] = [torch.cat(self.states[layer])]
         return self.states[layer][0] if self.states[layer] else torch.zeros(0, 1)
@@ -153,7 +153,7 @@ class Guided(Around):
     """Wraps a draft's memory in a `GuidedRecall` for one question.
 
     counts  numbers of visual tokens that it showed
-    paid    unit number -> attention that the target's question paid to it
+    paid    unit (frame) number -> attention that the target's question paid to it
     """
 
     def __init__(self, pruner: TokenPruner, heard: Heard) -> None:

@@ -131,7 +131,7 @@ class StreamInfo:
     pins: list[tuple[float, float]] = field(default_factory=list)
 
     def shown(self, first: int, count: int | None = None) -> list[float]:
-        """Return the times in seconds of `count` units from unit `first` on; of all later ones if `count` is None."""
+        """Return the times in seconds of `count` units (frames) from unit `first` on; all later ones if None."""
         end = None if count is None else first + count
         return [self.times[frame] for frame, _ in self.spans[first:end]]
 
@@ -156,7 +156,7 @@ class Around:
         return {}
 
     def cut(self, tokens: int) -> None:
-        """Forget what was recorded beyond the first `tokens` tokens of units: the memory was rolled back to them."""
+        """Forget what was recorded after the first `tokens` video tokens: the memory was rolled back to them."""
 
 
 WAIT_S = 0.05

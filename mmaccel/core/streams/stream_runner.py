@@ -302,11 +302,11 @@ class StreamRunner:
         return hidden
 
     def shown(self, unit: int) -> float:
-        """Return the seconds at which a unit was shown."""
+        """Return the seconds at which a unit (frame) was shown."""
         return self.info.times[self.info.spans[unit][0]]
 
     def pinned(self, unit: int) -> bool:
-        """Return whether a unit was shown in a pinned stretch of time."""
+        """Return whether a unit (frame) was shown in a pinned stretch of time."""
         return any(begin <= self.shown(unit) <= end for begin, end in self.info.pins)
 
     # Going back.
@@ -329,8 +329,8 @@ class StreamRunner:
         self.around.cut(self.state.units() * info.unit)
 
     def counters(self, state: StreamState | None = None) -> dict[str, float]:
-        """Return figures of the memory (or of its snapshot `state`), and of what a pruner kept of all units or of the last
-        question's retrieved ones."""
+        """Return figures of the memory (or of its snapshot `state`), and of what a pruner kept of all units (frames) or of
+        the last question's retrieved ones."""
         counted = {**(self.state if state is None else state).counters(), **self.pruned}
         left_out = self.adapter.left_out
         if left_out is not None:

@@ -1,4 +1,4 @@
-"""The fields of memories that archive units on the host; `rekv` and `mosaic` are two choices of them.
+"""The fields of memories that archive units (frames) on the host; `rekv` and `mosaic` are two choices of them.
 
 Their parts are fields: the `index` that finds units, retrieval while the stream is encoded, summary tokens, cache, and
 prefetching.
@@ -81,7 +81,7 @@ class HostPolicy(StreamPolicy):
         return self if self.host_bytes is None else replace(self, host_bytes=int(self.host_bytes * share))
 
     def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
-        """Return an empty store for a stream's units."""
+        """Return an empty store for a stream's units (frames)."""
         shape = Shape(geometry.layers, geometry.kv_heads, stream.unit, geometry.head_dim, stream.dtype)
         own = {"spill": self.spill, "folder": self.folder, "together": self.process_bytes}
         return HostStore(shape, device, cap=self.host_bytes, **own)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
             raise RecipeError(f"{self.name}: thin has no effect without keep_seconds; give it too.")
 
     def outdated(self, unit: int, age: float) -> bool:
-        """Return whether `unit`, shown `age` seconds before the newest, is to be forgotten."""
+        """Return whether `unit` (a frame), shown `age` seconds before the newest, is to be forgotten."""
         if self.keep_seconds is None or age <= self.keep_seconds:
             return False
         return not self.thin or unit % 2 ** (int(math.log2(age / self.keep_seconds)) + 1) != 0
@@ -192,7 +192,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
 
 class SharedArchive(ArchivedMemory):
-    """An archived memory in which a question may run while units arrive: on shared data until it changes, then on copies."""
+    """An archived memory on which a question can run while frames arrive: on shared data until it changes, then a copy."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)

@@ -1,4 +1,5 @@
-"""Interface of the index that an archived memory searches: on the device, a key for each cluster of units, at each layer.
+"""Interface of the index that an archived memory searches: on the device, a key for each cluster of units (frames), at each
+layer.
 
 Letters: L layers, C places for clusters, N units, d = G * D the size of a key. In `rekv` every unit is a cluster of its own,
 in `mosaic` clusters are nested in visual clusters. Any archived memory can use any index.
@@ -59,8 +60,8 @@ class IndexPolicy(Policy, ABC):
 
 
 class Found(NamedTuple):
-    """The result of a layer's search: ascending `entries` [k] (units); which clusters were `picked` [C]; the score [C] of
-    each, -inf if it was not searched. No cluster is picked while the index has no summaries."""
+    """The result of a layer's search: ascending `entries` [k] (units: frames); which clusters were `picked` [C]; the score
+    [C] of each, -inf if it was not searched. No cluster is picked while the index has no summaries."""
 
     entries: Tensor
     picked: Tensor
@@ -69,7 +70,7 @@ class Found(NamedTuple):
 
 @dataclass(eq=False)
 class Survey:
-    """Search tables of the units below `end`, on the device; shared by all questions until the stream changes.
+    """Search tables of the units (frames) below `end`, on the device; shared by all questions until the stream changes.
 
     Tensors have spare room, so that their addresses stay the same while the stream grows.
 
@@ -95,9 +96,9 @@ class Survey:
 
 
 class Index(ABC):
-    """An index over the units of a stream, on the device. key [L, C, d]: mean raw key of each cluster. For summary tokens
-    also value [L, C, d], the mean value, and time [L, C], the mean unit number. After `prepare`, a search reads nothing
-    back.
+    """An index over the units (frames) of a stream, on the device. key [L, C, d]: mean raw key of each cluster. For summary
+    tokens also value [L, C, d], the mean value, and time [L, C], the mean unit number. After `prepare`, a search reads
+    nothing back.
 
     It is made from its `policy` for a stream whose last `window` units are on the device; `summaries`: it keeps mean values.
     """
@@ -136,17 +137,17 @@ class Index(ABC):
 
     @abstractmethod
     def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
-        """Add new units: visual features [n, E] if needed (`look`); for each layer raw keys and values [1, G, n * P, D]; and
-        the units [L, k] that their pass `retrieved`."""
+        """Add new units (frames): visual features [n, E] if needed (`look`); for each layer raw keys and values [1, G, n *
+        P, D]; and the units [L, k] that their pass `retrieved`."""
 
     def digest(self, keep: int = 0) -> None:
-        """Process the units that arrived, except those of the last `keep` passes."""
+        """Process the units (frames) that arrived, except those of the last `keep` passes."""
 
     def digest_some(self) -> None:
-        """Process a few of the arrived units, if that does not wait for the device."""
+        """Process a few of the arrived units (frames), if that does not wait for the device."""
 
     def forget(self, units: Sequence[int]) -> None:
-        """Exclude `units`, whose keys and values are gone, from searches."""
+        """Exclude `units` (frames), whose keys and values are gone, from searches."""
         rows = self._at.rows(torch.tensor(list(units), dtype=torch.long))
         rows = rows[rows >= 0]
         self.absent = grow_buffer(self.absent, 0, int(rows.max()) + 1 if len(rows) else 0, fill=0, share=1.0)
@@ -154,12 +155,12 @@ class Index(ABC):
         self._ready = None
 
     def cut(self, end: int) -> None:
-        """Forget the units from `end` on; their numbers will be used for others."""
+        """Forget the units (frames) from `end` on; their numbers will be used for others."""
         self.absent = self.absent[: self._at.below(end)].clone()
         self._ready = None
 
     def compact(self) -> None:
-        """Free the rows of forgotten units if most are; not between `checkpoint` and `restore`, nor in a question."""
+        """Free the rows of forgotten frames if most are; not between `checkpoint` and `restore`, nor in a question."""
         rows, gone = self._known(), int(self.absent.sum())
         if not rows or gone < LEAST or 2 * gone <= rows:
             return
@@ -184,7 +185,7 @@ class Index(ABC):
     # Searches.
 
     def prepare(self, end: int) -> Survey:
-        """Return the tables (`Survey`) for searches among the units below `end`; cached."""
+        """Return the tables (`Survey`) for searches among the units (frames) below `end`; cached."""
         if self._ready is None or self._ready.end != end:
             self._ready = self._survey(end)
         return self._ready
@@ -201,8 +202,8 @@ class Index(ABC):
         """Set the mean visual embedding [E], of frames or of a question's words, for the next searches."""
 
     def search(self, layer: int, query: Tensor, budget: int, end: int) -> Found:
-        """Return `budget` units below `end` (all, if fewer) for a query [d] float32: whole clusters by score until the
-        budget is full; of the last cluster the units with the highest own scores."""
+        """Return `budget` units (frames) below `end` (all, if fewer) for a query [d] float32: whole clusters by score until
+        the budget is full; of the last cluster the units with the highest own scores."""
         self.prepare(end)
         return self.search_ahead(layer, query[None], budget, 0)[0]
 
@@ -210,8 +211,8 @@ class Index(ABC):
         self, layer: int, queries: Tensor, budget: int, ahead: int, late: Any = None, words: Any = None
     ) -> tuple[Found, Tensor | None]:
         """Search by the first of `queries` [1 or 2, d] (see `search`), and by the second in the next layer, for `ahead`
-        units: of the last cluster the oldest; -1 for none. Call `prepare` first. `words` (`clusters.Words`), if given, score
-        the clusters; `late` (`clusters.Late`) units are appended to the result."""
+        units (frames): of the last cluster the oldest; -1 for none. Call `prepare` first. `words` (`clusters.Words`), if
+        given, score the clusters; `late` (`clusters.Late`) units are appended to the result."""
         now, rows = self._now, slice(layer, layer + len(queries))
         if len(now.entries) <= budget:
             entries, scores = now.entries, clusters.scored(self.key[rows], queries, self.cosine)
@@ -253,8 +254,8 @@ class Index(ABC):
     # Summary tokens: clusters that stand for their units.
 
     def count(self, layer: int, budget: int, most: int) -> int:
-        """Return the number of summary tokens beside a search for `budget` units, at most `most`: one for each cluster
-        (retrieved ones last); 0 if everything is retrieved."""
+        """Return the number of summary tokens beside a search for `budget` units (frames), at most `most`: one for each
+        cluster (retrieved ones last); 0 if everything is retrieved."""
         now = self._now
         return min(now.alive[layer] * (len(now.entries) > budget), most) if now.ready else 0
 
@@ -275,7 +276,7 @@ class Index(ABC):
         )
 
     def stood_for(self, layer: int, found: Found, shares: Tensor) -> Tensor:
-        """Return [n, end]: the `shares` [n, k] of summary tokens divided evenly over the units of their clusters."""
+        """Return [n, end]: the `shares` [n, k] of summary tokens, divided evenly over the frames of their clusters."""
         now, (rows, few) = self._now, shares.shape
         size = now.lists.size[layer]
         ids = clusters.stand_in_order(found.scores, found.picked, size)[:few]
@@ -342,10 +343,10 @@ class Index(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all units."""
+        """Forget all units (frames)."""
 
     def owners(self) -> dict[str, Tensor]:
-        """Return level name -> the cluster [L or 1, N] of each unit at each layer; empty if units are in no clusters."""
+        """Return level name -> the cluster [L or 1, N] of each unit (frame) at each layer; empty without clusters."""
         return {}
 
     def nbytes(self) -> int:
@@ -362,12 +363,12 @@ class Index(ABC):
 
     @abstractmethod
     def load(self, folder: Path, units: int) -> None:
-        """Read what `save` wrote for a stream of `units` units; raises `ModelError` if it does not fit."""
+        """Read what `save` wrote for a stream of `units` units (frames); raises `ModelError` if it does not fit."""
 
 
 def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
-    """Return positions [k * P] or [3, k * P] of the tokens of units `entries` [k], ascending, of `count`: their own, or if
-    `compact` consecutive ones."""
+    """Return positions [k * P] or [3, k * P] of the tokens of units (frames) `entries` [k], ascending, of `count`: their
+    own, or if `compact` consecutive ones."""
     if compact:
         return places.units(0, len(entries))
     if len(entries) == count:
@@ -378,8 +379,8 @@ def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bo
 def summary_positions(
     places: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
 ) -> Tensor:
-    """Return positions [k] or [3, k] of summary tokens: those of token `middle` of the unit at the mean unit number `time`
-    [k]; if `compact`, of the retrieved unit (`entries`) next in time."""
+    """Return positions [k] or [3, k] of summary tokens: those of token `middle` of the unit (frame) at the mean unit number
+    `time` [k]; if `compact`, of the retrieved unit (`entries`) next in time."""
     if compact and len(entries) < count:
         numbers = torch.searchsorted(entries.to(time), time).clamp(max=len(entries) - 1)
     else:
@@ -390,8 +391,8 @@ def summary_positions(
 
 
 def closed_up(units: Tensor, base: int, first: int, even: bool) -> Tensor:
-    """Return slots [n], counted from `base`, for ascending `units` [n], all below `first`: units before the base move close
-    behind it, so that their order remains visible. All stay before the window."""
+    """Return slots [n], counted from `base`, for ascending `units` [n], all below `first`: units (frames) before the base
+    move close behind it, so that their order remains visible. All stay before the window."""
     rank = torch.arange(len(units), device=units.device)
     room = first - base - 1 - rank[-1]
     there = torch.maximum(units - base, rank) if even else rank + room

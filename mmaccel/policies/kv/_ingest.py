@@ -1,4 +1,5 @@
-"""Ingestion of a stored video by a windowed memory: its units see all earlier ones; all but the window leave at the end.
+"""Ingestion of a stored video by a windowed memory: its units (frames) see all earlier ones; all but the window leave at the
+end.
 
 Letters: H query heads, G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before RoPE)
 unless said.
@@ -31,11 +32,11 @@ TOGETHER = 64  # units of all layers that are copied at a time beside what they 
 
 
 class Bases:
-    """Offsets that are subtracted from positions (`PositionIds`), so that they stay within the model's limit while a
-    window is encoded.
+    """Offsets that are subtracted from positions (`PositionIds`), so that they stay within the model's limit while a window
+    is encoded.
 
-    Positions are the true ones up to the last unit that fits under the limit. From there on an offset is subtracted, a
-    multiple of `every`, the same for all chunks. It changes the distance to the prompt before the video, not distances
+    Positions are the true ones up to the last unit (frame) that fits under the limit. From there on an offset is subtracted,
+    a multiple of `every`, the same for all chunks. It changes the distance to the prompt before the video, not distances
     within the window. `reach` is the number of units at true positions; `spare` units before the window get positions too.
     """
 
@@ -51,11 +52,11 @@ class Bases:
         self.every = max(low - self.window, window - spare, 1)
 
     def of(self, unit: int) -> int:
-        """Return the base (offset) for the queries of a unit."""
+        """Return the base (offset) for the queries of a unit (frame)."""
         return int(self._places.at(max(0, unit - self.window)) // self.every * self.every)
 
     def same(self, unit: int, count: int) -> int:
-        """Return how many of `count` units from `unit` on have the same base as it."""
+        """Return how many of `count` units (frames) from `unit` on have the same base as it."""
         if self._places.even:
             return min(count, self.of(unit) + self.every + self.window - unit)
         base = self.of(unit)
@@ -63,7 +64,8 @@ class Bases:
 
 
 class Ingested:
-    """The prompt before the video and the last `units` units of each layer during an ingestion, in buffers that grow.
+    """The prompt before the video and the last `units` units (frames) of each layer during an ingestion, in buffers that
+    grow.
 
     sides  keys and values [1, G, head + units * P, D] of each layer, which it may write to
     unit   P
@@ -77,7 +79,7 @@ class Ingested:
         self.taken, self.share = 0, 0.0
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
-        """Append keys and values [1, G, n, D] of a pass to a layer; return all of them. They stay once in `units`."""
+        """Append keys and values [1, G, n, D] of a pass to a layer; return all of them. `units` must then count them."""
         used = self._head + self.units * self._unit
         end = used + key.shape[2]
         keys, values = (grow_buffer(side, 2, end, used=used) for side in self._sides[layer])
@@ -86,13 +88,13 @@ class Ingested:
         return keys[:, :, :end], values[:, :, :end]
 
     def of(self, layer: int, first: int, count: int) -> Pair:
-        """Return keys and values [1, G, count * P, D] of `count` units of a layer, from index `first` on, as views."""
+        """Return keys and values [1, G, count * P, D] of `count` units (frames) of a layer from `first` on, as views."""
         begin = self._head + first * self._unit
         key, value = (side[:, :, begin : begin + count * self._unit] for side in self._sides[layer])
         return key, value
 
     def drop(self, count: int) -> None:
-        """Forget the first `count` units of all layers."""
+        """Forget the first `count` units (frames) of all layers."""
         left = self.units - count
         for layer in range(len(self._sides) if count else 0):
             for side, kept in zip(self.of(layer, 0, left), self.of(layer, count, left), strict=True):
@@ -105,7 +107,7 @@ class Ingested:
 
 
 def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> int:
-    """Return how many units `Ingested` may hold in its share of the device's free memory."""
+    """Return how many units (frames) `Ingested` may hold in its share of the device's free memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         taken = torch.cuda.memory_allocated(device)
@@ -119,14 +121,14 @@ def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> 
 
 
 def some_layers(layers: int, units: int) -> list[range]:
-    """Split all layers into runs that are processed at once if each has `units` units."""
+    """Split all layers into runs that are processed at once if each has `units` units (frames)."""
     step = max(1, TOGETHER // max(1, units))
     return [range(first, min(first + step, layers)) for first in range(0, layers, step)]
 
 
 def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
-    """Return each unit's mean key (`side` 0) or value (1) [L, n, G * D] float32; units have `tokens` tokens, `pairs` [1, G,
-    n * P, D] are all layers'."""
+    """Return each unit (frame)'s mean key (`side` 0) or value (1) [L, n, G * D] float32; units have `tokens` tokens, `pairs`
+    [1, G, n * P, D] are all layers'."""
     made, sides = list[Tensor](), [pair[side] for pair in pairs]
     for layers in some_layers(len(sides), sides[0].shape[2] // tokens):
         rows = torch.cat(sides[layers.start : layers.stop]) if len(layers) > 1 else sides[layers.start]

@@ -1,4 +1,4 @@
-"""`Prefetcher`: copies units from the host to the layer that needs them, ahead or on demand; `QueryPrediction`."""
+"""`Prefetcher`: copies units (frames) from the host to the layer that needs them, ahead or on demand; `QueryPrediction`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class _Brought:
 
 
 class Prefetcher:
-    """Copies the units that each layer of a question retrieves to one buffer on the device, without a sync with the host.
+    """Copies the units (frames) that each layer of a question retrieves to one buffer on the device, without a sync with the
+    host.
 
     Only the device knows which are wanted and where they are, as codes: slots of the store first, then units of three places
     on the device, each numbered from where a slab of the store would begin. The places are the `window`; the cache, the
@@ -88,7 +89,7 @@ class Prefetcher:
     # A question.
 
     def begin(self, first: int) -> None:
-        """Start a question: build the tables of where units are; those from `first` on are in the window."""
+        """Start a question: build the tables of where units (frames) are; those from `first` on are in the window."""
         self._first = first
         begins, rows = self._begins(), self._store.table.rows()
         told = [self._store.slot_count, begins[AHEAD]]
@@ -114,7 +115,7 @@ class Prefetcher:
         return tuple((one.data_ptr(), one.shape) for one in (self._known, self._tables, self._cached))
 
     def codes(self, layer: int, entries: Tensor) -> Tensor:
-        """Return the code [n] long of the place where each unit of `entries` [n] is, for a layer."""
+        """Return the code [n] long of the place where each unit (frame) of `entries` [n] is, for a layer."""
         return self._tables[layer][entries]
 
     def foretell(self, layer: int, entries: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ class Prefetcher:
         return clusters.foretold(self._tables[layer], entries, self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
-        """Start to copy the units that `foretell` predicted for a layer."""
+        """Start to copy the units (frames) that `foretell` predicted for a layer."""
         if len(wanted) > self._sizes[AHEAD]:
             self._sizes[AHEAD], self._listed = len(wanted), None
             old = self._places.pop(AHEAD, None)
@@ -183,12 +184,12 @@ class Prefetcher:
             self._cached[layer, count:].fill_(NEVER)
 
     def cut(self, end: int) -> None:
-        """Remove the units from `end` on from the cache."""
+        """Remove the units (frames) from `end` on from the cache."""
         # As if they were of a window: never marked.
         self._cached.masked_fill_(self._cached >= end, NEVER)
 
     def drop(self) -> None:
-        """Discard prefetched units that were not used."""
+        """Discard prefetched units (frames) that were not used."""
         self._ahead.clear()
 
     def tally(self) -> None:
@@ -221,7 +222,7 @@ class Prefetcher:
         return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
 
     def coverage(self) -> float:
-        """Return the share of units copied from the host, for layers after the first, that were prefetched."""
+        """Return the share of units (frames) copied from the host, for layers after the first, that were prefetched."""
         return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
@@ -291,7 +292,8 @@ class QueryPrediction:
     in the last question.
 
     Questions share the template and the layers, so most of what a layer adds is alike. On both tiny models the predicted
-    query finds 84% of what the next layer retrieves, with a quarter more units asked for; that of unchanged states 68%.
+    query finds 84% of what the next layer retrieves, with a quarter more units (frames) asked for; that of unchanged states
+    68%.
 
     All tensors stay at fixed addresses on the device, so that `next` can be replayed: known, seen [L, E] float32.
     """

@@ -1,5 +1,5 @@
-"""Base of memories that archive older units on the host: what passes of the stream and questions retrieve of them, and
-summary tokens for the rest. On CUDA, retrieval for a question is captured as a graph at its second run, then replayed.
+"""Base of memories that archive older units (frames) on the host: what passes of the stream and questions retrieve of them,
+and summary tokens for the rest. On CUDA, retrieval for a question is captured as a graph at its second run, then replayed.
 
 Letters: L layers, H query heads, G key/value heads, D head size, E hidden size, P tokens a unit, C places for clusters.
 """

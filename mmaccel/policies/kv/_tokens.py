@@ -4,7 +4,7 @@ Encoding: a query sees the prompt before the video, all kept tokens, and its own
 each with its column in the stream, and rotated for every pass. Units run in clips that begin at multiples of the clip's
 length, so that tokens are dropped at the same moments however the stream is cut.
 
-Letters: G key/value heads, H query heads, D head size, P tokens a unit, N tokens held by a layer.
+Letters: G key/value heads, H query heads, D head size, P tokens a unit (frame), N tokens held by a layer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TokenPolicy(StreamPolicy):
 class TokenMemory(StreamMemory):
     """The base of memories that keep single tokens; subclasses choose which (`_keep`) and what a question sees (`_pick`).
 
-    budget  tokens that a layer keeps at the end of a clip: a whole number of units
+    budget  tokens that a layer keeps at the end of a clip: a whole number of units (frames)
     clip    units of a clip
     FACTS   name -> type of figures that a subclass keeps in `_facts`: saved, and restored with the stream
     """

@@ -1,6 +1,6 @@
 """The sliding window under which a stream is encoded: its fields, RoPE, search queries of a question, and evidence.
 
-Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before RoPE) unless said.
+Letters: G key/value heads, D head size, P tokens a unit (frame). Keys are raw (before RoPE) unless said.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WindowedPolicy(StreamPolicy):
 
 
 class Ring(NamedTuple):
-    """The last units of one layer: raw keys, keys with RoPE for the current base, and values; [1, G, m * P, D]."""
+    """The last units (frames) of one layer: raw keys, keys with RoPE for the current base, and values; [1, G, m * P, D]."""
 
     key: Tensor
     turned: Tensor
@@ -83,7 +83,7 @@ UnitsOf = Callable[[int, Tensor], Tensor]  # of a layer's shares [n, N] of colum
 @dataclass(eq=False)
 class Asked:
     """What a question sees at one layer: keys with RoPE and values, with spare room; `base` columns come before the
-    question, of which `seen` units, after `few` summary tokens; `bias` is that of `KVView`."""
+    question, of which `seen` units (frames), after `few` summary tokens; `bias` is that of `KVView`."""
 
     key: Tensor
     value: Tensor
@@ -122,8 +122,9 @@ class Rope:
 class PassState(StreamState):
     """Base of all stream memories of keys and values: the current forward pass, and the numbers of columns.
 
-    A stream has `_headed` columns of the prompt before the video, `_count` units, and inside a question `_extra` columns of
-    it and its answer, after `_pending` rows of units not yet in the memory; the last pass appended `_last` of them.
+    A stream has `_headed` columns of the prompt before the video, `_count` units (frames), and in a question `_extra`
+    columns of it and its answer, after `_pending` rows of units not yet in the memory; the last pass appended `_last` of
+    them.
     """
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
@@ -351,12 +352,12 @@ class Rows:
 
     @torch.no_grad()
     def reached(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
-        """Return [U]: each unit's share of all that reaches the last row, which predicts the first token; None: not known.
+        """Return [U]: each unit's (frame's) share of all that reaches the last row, which predicts the first token; or None.
 
         Attention rollout (Abnar and Zuidema, 2020): after each layer a row consists of its own former part, of what it gets
         from units, and of what it gets from earlier rows. Its own part is such that `OWN` of it remains after all layers.
         `units_of(layer, shares [n, N])` returns [n, U]: the shares of columns summed by unit. Rows with sparse attention are
-        left out; if all are, nothing is known.
+        left out; if all are, the result is None.
         """
         first = max(self._first, self._listed)
         if not self._rows or first >= self._count:
@@ -383,8 +384,8 @@ class Rows:
 
 
 def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, Seen]:
-    """Return the evidence, unit -> `Seen`, from what each layer attended to and each unit's share in the answer, `reached`
-    [count].
+    """Return the evidence, unit (frame) -> `Seen`, from what each layer attended to and each unit's share in the answer,
+    `reached` [count].
 
     Also has units that no layer attended to, if they have more than an even share, through their summary tokens.
     """

@@ -1,6 +1,6 @@
 """Base of stream memories with a local window: encoding under the window, and how a question runs.
 
-Letters: G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before RoPE) unless said.
+Letters: G key/value heads, D head size, P tokens a unit (frame), n columns of a pass. Keys are before RoPE unless said.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mmaccel.policies.kv._window import Asked, Look, Pair, Ring, Rows, mean_quer
 class StreamMemory(IngestState):
     """The base of windowed memories; subclasses archive what leaves the window and choose what a question retrieves.
 
-    New units see only the prompt before the video (head) and the last ``window * P`` columns, their own included, so that
-    the result does not depend on how the stream is cut. Keys have the units' own positions, minus a base (see `Bases`). A
-    question sees [head | retrieved units in order of time | local units | question and answer], at compact or original
-    positions, gathered once per layer and kept for the answer.
+    New units (frames) see only the prompt before the video (head) and the last ``window * P`` columns, theirs included,
+    however the stream is cut. Keys have the units' own positions, minus a base (see `Bases`). A question sees [head |
+    retrieved units in order of time | local units | question and answer], at compact or original positions, gathered once
+    per layer and kept for the answer.
 
     A stored video is ingested as in `IngestState`, and all but the window leaves when it has ended.
 

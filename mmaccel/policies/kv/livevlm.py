@@ -56,13 +56,13 @@ class LiveVLM(TokenPolicy):
 
 
 class LiveMemory(TokenMemory):
-    """The stream memory of `livevlm`: selected older tokens, and all tokens of the last `recent` units."""
+    """The stream memory of `livevlm`: selected older tokens, and all tokens of the last `recent` units (frames)."""
 
     _pages = _questions = 0
 
     @property
     def recent(self) -> int:
-        """Number of the last units that are kept whole."""
+        """Number of the last units (frames) that are kept whole."""
         return self.stream.units(self.policy.recent)
 
     def _encode(

@@ -44,7 +44,7 @@ class Offload(HostPolicy):
 
 
 class OffloadStream(WholeStream):
-    """The stream memory of `offload`: units on the host; the prompt before the video and the question on the device."""
+    """The stream memory of `offload`: frames on the host; the prompt before the video and the question on the device."""
 
     def __init__(
         self, policy: Offload, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

@@ -23,7 +23,7 @@ from mmaccel.policies.kv._window import Pair
 
 
 class FrameIndex(Index):
-    """An index in which every unit is its own cluster: cluster n is unit n. It is kept entirely on the device."""
+    """An index in which every unit (frame) is its own cluster: cluster n is unit n. It is kept entirely on the device."""
 
     def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         first, end = self._units, self._units + pairs[0][0].shape[2] // self._tokens
@@ -116,7 +116,7 @@ class FrameIndex(Index):
 @register("index", "frames")
 @dataclass(frozen=True, kw_only=True)
 class Frames(IndexPolicy):
-    """Every unit is found by its own mean key before RoPE, at each layer, as in ReKV (ICLR 2025)."""
+    """Every unit (frame) is found by its own mean key before RoPE, at each layer, as in ReKV (ICLR 2025)."""
 
     opens: ClassVar = FrameIndex
 

@@ -44,8 +44,8 @@ COUNTED += ("flushed", "resolved", "scenes", "cuts")
 
 
 class ClusterIndex(Index):
-    """The index of clusters nested in visual clusters. Before the first clustering every unit counts as a cluster, without
-    summary.
+    """The index of clusters nested in visual clusters. Before the first clustering every unit (frame) counts as a cluster,
+    without summary.
 
     visual_key [L, V, d] is the mean key of a visual cluster, which the first search stage compares with queries; or, with
     first_stage "look", visual_look [V, E] the mean visual feature, compared with that of a pass or of a question's words.
@@ -73,7 +73,7 @@ class ClusterIndex(Index):
     @torch.inference_mode(False)
     @torch.no_grad()
     def digest(self, keep: int = 0) -> None:
-        """Cluster the units that arrived; the device is updated later, unless it is too far behind, or `keep` is 0."""
+        """Cluster the frames that arrived; the device is updated later, unless it is too far behind, or `keep` is 0."""
         if self.tree.behind:
             self.tree.insert(self._window)
         while self.tree.means.waiting > keep:

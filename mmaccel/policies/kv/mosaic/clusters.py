@@ -1,8 +1,8 @@
 """`ClusterTable`: the clusters of one level (visual, or semantic for each layer) as tensors, with statistics and members.
 
-Letters: L layers, C places for clusters, M places for the units of a cluster, N units, d size of a unit's vector. A cluster
-is a pair (layer, id); an id of size 0 is free. Statistics: c centroid [..., d], s2 population variance [...] (the mean
-squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
+Letters: L layers, C places for clusters, M places for the units (frames) of a cluster, N units, d size of a unit's vector. A
+cluster is a pair (layer, id); an id of size 0 is free. Statistics: c centroid [..., d], s2 population variance [...] (the
+mean squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pooled(s2_a: Tensor, n_a: Tensor, s2_b: Tensor, n_b: Tensor) -> Tensor:
 
 
 class ClusterTable:
-    """Clusters of L layers over the same N units.
+    """Clusters of L layers over the same N units (frames).
 
     centroid [L, C, d], variance, size [L, C]; members [L, C, M] units, -1 past the size; owner [L, N] the cluster of each
     unit, -1 for none; parent [L, C] the cluster of the level above; home [L, C] the cluster that a buffered one will be
@@ -95,11 +95,11 @@ class ClusterTable:
         return max(self._used)
 
     def count(self) -> Tensor:
-        """Return [L]: the number of clusters with units."""
+        """Return [L]: the number of clusters with units (frames)."""
         return (self.size > 0).sum(1)
 
     def reach(self, units: int) -> None:
-        """Make room for `units` units."""
+        """Make room for `units` units (frames)."""
         self.owner = grow_buffer(self.owner, 1, units, fill=-1, share=1.0)
         self._units = max(self._units, units)
 
@@ -124,7 +124,7 @@ class ClusterTable:
         return new
 
     def add(self, layer: Tensor, cluster: Tensor, unit: int, centroid: Tensor, variance: Tensor) -> None:
-        """Add unit `unit` to `cluster` [b] at `layer` [b] (each layer once), with the given new statistics."""
+        """Add unit (frame) `unit` to `cluster` [b] at `layer` [b] (each layer once), with the given new statistics."""
         self._note(layer, cluster)
         size = self.size[layer, cluster]
         self._widen(int(size.max()) + 1)
@@ -182,7 +182,7 @@ class ClusterTable:
                 bisect.insort(self._under.setdefault(new, [[] for _ in range(self.layers)])[at], one)
 
     def release(self, layer: int, cluster: int) -> None:
-        """Free an id, whose units belong to other clusters by now."""
+        """Free an id, whose units (frames) belong to other clusters by now."""
         at = torch.tensor([layer]), torch.tensor([cluster])
         self._note(*at)
         self._move(*at, torch.tensor([-1]))
@@ -192,8 +192,8 @@ class ClusterTable:
         heapq.heappush(self._free[layer], cluster)
 
     def keep(self, kept: Tensor, points: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Keep only the units at rows `kept` [k], renumbered from 0; `points` returns the vectors of units by new numbers.
-        Statistics of clusters that lose some are recomputed; those that lose all are freed."""
+        """Keep only the units (frames) at rows `kept` [k], renumbered from 0; `points` returns the vectors of units by new
+        numbers. Statistics of clusters that lose some are recomputed; those that lose all are freed."""
         place = torch.full((self.owner.shape[1],), -1, dtype=torch.long)
         place[kept] = torch.arange(len(kept))
         members = torch.where(self.members >= 0, place[self.members.clamp_min(0)], -1)
@@ -219,8 +219,8 @@ class ClusterTable:
         return self.members[layer, cluster, : int(size.max()) if size.numel() else 0]
 
     def children(self, parent: int) -> Tensor:
-        """Return the clusters [L, W] under `parent` at each layer, ascending, then -1, so that a new unit is compared with
-        few. Cached until a parent changes; do not write to it."""
+        """Return the clusters [L, W] under `parent` at each layer, ascending, then -1, so that a new unit (frame) is
+        compared with few. Cached until a parent changes; do not write to it."""
         if self._under is None:
             self._under = {}
             for at, parents in enumerate(self.parent[:, : self.used].tolist()):
@@ -268,7 +268,7 @@ class ClusterTable:
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
     def wanted(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shapes and types of saved `tensors` of `units` units; -1: any number of clusters or members."""
+        """Return shapes and types of saved `tensors` of `units` units (frames); -1: any number of clusters or members."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"owner": ((self.layers, units), torch.long)}
         for name in ROWS:
             row: Tensor = getattr(self, name)

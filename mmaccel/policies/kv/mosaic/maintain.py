@@ -37,7 +37,7 @@ class Hierarchy:
         self.clear()
 
     def clear(self, units: int = 0) -> None:
-        """Forget all clusters, and all units but the first `units`; the counters stay."""
+        """Forget all clusters, and all units (frames) but the first `units`; the counters stay."""
         means = self.means
         self.visual = ClusterTable(1, means.look.shape[1] + 1, means.work)
         self.semantic = ClusterTable(self.layers, means.key.shape[2] + 1, means.work)
@@ -56,7 +56,7 @@ class Hierarchy:
         return self.units, self.bounds, [list(ids) for ids in self.buffer], Counter(self.counters)
 
     def restore(self, mark: Any) -> None:
-        """Return to the state at `checkpoint`, the unit means too."""
+        """Return to the state at `checkpoint`, the unit (frame) means too."""
         units, bounds, buffer, counters = mark
         if bounds:
             self.visual.restore()
@@ -68,7 +68,7 @@ class Hierarchy:
         self.units, self.counters = units, Counter(counters)
 
     def keep(self, kept: Tensor) -> None:
-        """Keep only the units at rows `kept` [k], renumbered; clusters that lose all units are removed."""
+        """Keep only the units (frames) at rows `kept` [k], renumbered; clusters that lose all units are removed."""
         self.means.keep(kept)
         for level, points in ((self.visual, self.means.look_points), (self.semantic, self.means.key_points)):
             level.keep(kept, points)
@@ -83,7 +83,7 @@ class Hierarchy:
         level.lazy &= owed
 
     def save(self, folder: Path, more: dict[str, Any]) -> None:
-        """Write clusters and unit means into `folder`, with the facts `more`, such as which units are absent."""
+        """Write clusters and unit (frame) means into `folder`, with the facts `more`, such as which units are absent."""
         means = self.means
         kept = {"look": means.look, "key": means.key, "value": means.value}
         if means.centre is not None:
@@ -97,7 +97,7 @@ class Hierarchy:
         checkpoint_io.write_json(folder / "clusters.json", told)
 
     def load(self, folder: Path, units: int) -> list[int]:
-        """Read what `save` wrote of a stream of `units` units; return the absent units. Raises `ModelError` if it fails."""
+        """Read what `save` wrote of a stream of `units` frames; return the absent ones. Raises `ModelError` if it fails."""
         means, rules = self.means, self.rules
         facts = checkpoint_io.read_json(folder / "clusters.json", FACTS)
         if facts["units"] != units or len(facts["buffer"]) != self.layers:
@@ -131,7 +131,7 @@ class Hierarchy:
 
     @property
     def started(self) -> bool:
-        """Whether there are clusters yet; before, units are only counted."""
+        """Whether there are clusters yet; before, units (frames) are only counted."""
         return bool(self.bounds)
 
     def levels(self) -> dict[str, ClusterTable]:
@@ -140,12 +140,12 @@ class Hierarchy:
 
     @property
     def behind(self) -> bool:
-        """Whether there are units that have means and no cluster."""
+        """Whether there are units (frames) that have means and no cluster."""
         return self.started and self.units < self.means.units
 
     @one_thread()
     def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
-        """Assign the units that have means and no cluster to clusters, in order.
+        """Assign the units (frames) that have means and no cluster to clusters, in order.
 
         window   the last units before one that count as held on the device when it comes
         retrieved  [L, n] older units that are on the device too

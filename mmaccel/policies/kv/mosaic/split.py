@@ -1,7 +1,7 @@
 """Units as points for clustering, and when and how clusters are split: means, thresholds, spherical k-means, bisection.
 
-Deterministic, for many small sets at once. Mosaic is arXiv 2604.10060. Letters: N units, P tokens of a unit, E size of a
-visual feature, L layers, G kv heads, D head size, d = G * D size of a key.
+Deterministic, for many small sets at once. Mosaic is arXiv 2604.10060. Letters: N units (frames), P tokens of a unit, E size
+of a visual feature, L layers, G kv heads, D head size, d = G * D size of a key.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Rules:
     """The parameters of the clustering. `visual`, `semantic`, `init` (in units) and `buffer` are fields of the index
     `clusters`; the paper gives no values for the others.
 
-    smallest, largest  units below which a cluster is not split, and above which a semantic one is; `largest` is scaled for
-                       the visual level
+    smallest, largest  units (frames) below which a cluster is not split, and above which a semantic one is; `largest` is
+                       scaled for the visual level
     tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `Bounds`
     new_scene  a unit whose squared distance to the nearest visual cluster exceeds so many thresholds opens a new one; visual
                clusters of so many thresholds are split however small
@@ -129,9 +129,9 @@ def refine(
 ) -> int:
     """Bisect the clusters (layer [b], cluster [b]) that exceed their bounds until none does; return the number of splits.
 
-    vectors(layer [b], units [b, m]) returns [b, m, d]; split(layer, cluster, new) is called for each round: some units of
-    `cluster` are now in `new`. A bisection that lowers the variance by less than `gain` is not made, and the cluster is not
-    tried again until its variance has grown by a tenth; one that is too large is then cut by time.
+    vectors(layer [b], units (frames) [b, m]) returns [b, m, d]; split(layer, cluster, new) is called for each round: some
+    units of `cluster` are now in `new`. A bisection that lowers the variance by less than `gain` is not made, and the
+    cluster is not tried again until its variance has grown by a tenth; one that is too large is then cut by time.
     """
     splits = 0
     for depth in range(64):
@@ -166,7 +166,7 @@ def refine(
 
 
 class UnitMeans:
-    """Means of every unit on the host: its visual feature [N, E], and its mean unrotated key and value [N, L, d].
+    """Means of every unit (frame) on the host: its visual feature [N, E], and its mean unrotated key and value [N, L, d].
 
     For clustering they become points: minus the mean of the first units, which all have in common (a model's key bias is
     most of a key), with one more coordinate, the same for all (`LIFT`), scaled to length one. Statistics are kept in
@@ -191,7 +191,7 @@ class UnitMeans:
     @torch.inference_mode(False)
     @torch.no_grad()
     def arrived(self, tokens: int, look: Tensor, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
-        """Start copying the means of new units of `tokens` tokens to the host; arguments as in `Index.arrived`."""
+        """Start copying the means of new units (frames) of `tokens` tokens to the host; arguments as in `Index.arrived`."""
         # [L, n, G * D] to [n, L, G * D].
         kind = pairs[0][0].dtype
         key, value = (
@@ -219,7 +219,7 @@ class UnitMeans:
         return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
     def take(self) -> Tensor | None:
-        """Add the first of the `waiting` passes; return the units [L, k] that it retrieved, if any."""
+        """Add the first of the `waiting` passes; return the units (frames) [L, k] that it retrieved, if any."""
         (look, key, value, *rest), event = self._inbox.popleft()
         if event is not None:
             event.synchronize()
@@ -227,7 +227,7 @@ class UnitMeans:
         return rest[0] if rest else None
 
     def append(self, look: Tensor, key: Tensor, value: Tensor) -> None:
-        """Append new units: visual feature [n, E]; mean key and value [n, L, d]."""
+        """Append new units (frames): visual feature [n, E]; mean key and value [n, L, d]."""
         end, pinned = self.units + len(look), self._device.type == "cuda"
         for name, rows in (("_look", look), ("all_keys", key), ("_value", value)):
             held = getattr(self, name)
@@ -239,7 +239,7 @@ class UnitMeans:
         self.units = end
 
     def cut(self, units: int) -> None:
-        """Forget all but the first `units` units, and the waiting ones."""
+        """Forget all but the first `units` units (frames), and the waiting ones."""
         self._inbox.clear()
         self.units = min(self.units, units)
 
@@ -263,7 +263,7 @@ class UnitMeans:
         return self._value[: self.units]
 
     def settle(self, units: int) -> None:
-        """Fix the mean of the first `units` units as the origin of all points."""
+        """Fix the mean of the first `units` units (frames) as the origin of all points."""
         self.centre = self._origin(self.look[:units]), self._origin(self.key[:units].to(self.work))
 
     def _origin(self, rows: Tensor) -> Tensor:
@@ -281,12 +281,12 @@ class UnitMeans:
         return unit(points)
 
     def look_points(self, layer: Tensor, units: Tensor) -> Tensor:
-        """Return the points [..., E + 1] of the visual features of `units` [...]; `layer` is not used."""
+        """Return the points [..., E + 1] of the visual features of `units` (frames) [...]; `layer` is not used."""
         assert self.centre is not None
         return self._points(self.look[units.clamp_min(0)], self.centre[0])
 
     def key_points(self, layer: Tensor, units: Tensor) -> Tensor:
-        """Return the points [b, m, d + 1] of the keys of `units` [b, m] at `layer` [b]; undefined where a unit is -1."""
+        """Return the points [b, m, d + 1] of the keys of `units` (frames) [b, m] at `layer` [b]; any for unit -1."""
         assert self.centre is not None
         # Row by row, for a tensor indexed by two others is gathered number by number.
         at = (units.clamp_min(0) * self.key.shape[1] + layer[:, None]).flatten()
@@ -294,7 +294,7 @@ class UnitMeans:
         return self._points(rows, self.centre[1][layer][:, None])
 
     def means(self, rows: Tensor, layer: Tensor, units: Tensor) -> Tensor:
-        """Return the mean [b, d] of `rows` (`key` or `value`) over `units` [b, m] (-1: none) at `layer` [b]."""
+        """Return the mean [b, d] of `rows` (`key` or `value`) over `units` (frames) [b, m] (-1: none) at `layer` [b]."""
         # One after the other, so that what a mean is does not depend on what else is computed beside it.
         row, col = (units >= 0).nonzero(as_tuple=True)
         some = rows[units[row, col], layer[row]].to(self.work)
@@ -302,7 +302,7 @@ class UnitMeans:
         return total / (units >= 0).sum(1, keepdim=True).clamp_min(1)
 
     def key_rows(self, layer: int, units: Tensor) -> Tensor:
-        """Return mean keys [n, d] float32 of `units` [n] at `layer`, on the device."""
+        """Return mean keys [n, d] float32 of `units` (frames) [n] at `layer`, on the device."""
         held = self.all_keys
         if self._device.type != "cuda":
             return held[units, layer].float()

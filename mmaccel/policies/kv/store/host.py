@@ -1,4 +1,4 @@
-"""`HostStore`: a stream's keys and values in host memory, by layer and unit, copied from and to the device."""
+"""`HostStore`: a stream's keys and values in host memory, by layer and unit (frame), copied from and to the device."""
 
 from __future__ import annotations
 
@@ -90,14 +90,15 @@ class HostStore:
     # Units in and out.
 
     def put(self, layer: int, units: Sequence[int], key: Tensor, value: Tensor) -> list[int]:
-        """Store units of one layer: see `put_layers`."""
+        """Store units (frames) of one layer: see `put_layers`."""
         return self.put_layers([layer], units, [(key, value)])
 
     @torch.no_grad()
     def put_layers(
         self, layers: Sequence[int], units: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> list[int]:
-        """Store `units` of `layers`, keys and values [G, n * P, D] of each (or with a batch of 1 before), unit after unit.
+        """Store `units` of `layers`, keys and values [G, n * P, D] of each (or with a batch of 1 before), unit (frame) after
+        unit.
 
         Returns the units that were forgotten to make room, in all layers: none unless spill="drop_oldest". A unit that a
         layer holds already is refused; so are tensors of another size, and whatever does not fit: nothing is stored then.
@@ -136,8 +137,8 @@ class HostStore:
 
     @torch.no_grad()
     def fetch(self, layer: int, units: Sequence[int], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each [G, n * P, D] on the device, of `units` in the given order; raises if one is not
-        held.
+        """Return keys and values, each [G, n * P, D] on the device, of `units` (frames) in the given order, all of which
+        must be held.
 
         out     [2, G, n * P, D] to write to: keys, then values; the last two dimensions dense
         """
@@ -170,8 +171,9 @@ class HostStore:
         return target[0], target[1]
 
     def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[Mark, Mark]:
-        """Copy the units at `slot` [n] (on the device, made on the compute lane; -1 gives zeros) into `out` [2, G, n * P, D]
-        or [2, G, n, P, D] by one launch. Return the marks before and after it; report the units copied to `crossed`.
+        """Copy the units (frames) at `slot` [n] (on the device, made on the compute lane; -1 gives zeros) into `out` [2, G,
+        n * P, D] or [2, G, n, P, D] by one launch. Return the marks before and after it; report the units copied to
+        `crossed`.
 
         places  tensors [m, 2, G, P, D] on the device that may be read too: their slots come after the host's, each place
                 beginning where a slab would; the same sequence holds the same tensors
@@ -194,12 +196,12 @@ class HostStore:
         return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)
 
     def crossed(self, units: int) -> None:
-        """Count `units` units of one layer that `gather` copied from the host."""
+        """Count `units` units (frames) of one layer that `gather` copied from the host."""
         self._counts["bytes_in"] += units * self.shape.nbytes
 
     @property
     def indexed(self) -> bool:
-        """Whether `gather` can be used: all units are in memory, none in files."""
+        """Whether `gather` can be used: all units (frames) are in memory, none in files."""
         return not self.slabs.files
 
     @property
@@ -208,13 +210,13 @@ class HostStore:
         return self.slabs.in_memory * self.slabs.per
 
     def buffer(self, units: int) -> Tensor:
-        """Return an uninitialised tensor [2, G, n * P, D] on the device for `units` units, writable in any mode."""
+        """Return an uninitialised tensor [2, G, n * P, D] on the device for `units` units (frames), writable in any mode."""
         with torch.inference_mode(False):
             shape = 2, self.shape.groups, units * self.shape.tokens, self.shape.size
             return torch.empty(shape, dtype=self.shape.dtype, device=self.device)
 
     def reserve(self, units: int) -> list[int]:
-        """Make sure that `units` more units fit in every layer, before any is stored; returns what `put` returns.
+        """Make sure that `units` more units (frames) fit in every layer, before any is stored; returns what `put` returns.
 
         Raises `StoreError` if they do not fit, so that a chunk of a stream can be refused before it is computed.
         """
@@ -222,20 +224,20 @@ class HostStore:
         return self._make_room(units * self.shape.layers, units)
 
     def cut(self, end: int) -> None:
-        """Forget the units from number `end` on, in all layers."""
+        """Forget the units (frames) from number `end` on, in all layers."""
         self._open()
         self.table.drop(slice(end, None))
         self.lost = [unit for unit in self.lost if unit < end]
         self.written = {place: one for place, one in self.written.items() if one.units[-1] < end}
 
     def drop(self, units: Sequence[int]) -> None:
-        """Forget `units`, held or not, in all layers."""
+        """Forget `units` (frames), held or not, in all layers."""
         self._open()
         self.table.drop([unit for unit in units if 0 <= unit < self.table.slot.shape[1]])
 
     def shrink(self) -> list[int] | None:
-        """Free the last slab, and forget the oldest units for which the others have no room; return these units. None, and
-        no change, if there is a single slab, files, or too many pinned units."""
+        """Free the last slab, and forget the oldest units (frames) for which the others have no room; return these units.
+        None, and no change, if there is a single slab, files, or too many pinned units."""
         self._open()
         slabs, table = self.slabs, self.table
         left, held = (len(slabs.slabs) - 1) * slabs.per, self._held()
@@ -265,12 +267,12 @@ class HostStore:
         return found
 
     def units(self, layer: int) -> list[int]:
-        """Return the units that a layer holds, ascending."""
+        """Return the units (frames) that a layer holds, ascending."""
         found: list[int] = np.flatnonzero(self.table.slot[layer] >= 0).tolist()
         return found
 
     def entry(self, layer: int, unit: int) -> Tensor:
-        """Return a view [1, 2, G, P, D] of a unit on the host; valid after `settle`, while the unit is held."""
+        """Return a view [1, 2, G, P, D] of a unit (frame) on the host; valid after `settle`, while the unit is held."""
         return self.slabs.entries([self._slot(layer, unit)])[0]
 
     def nbytes(self) -> int:
@@ -286,7 +288,7 @@ class HostStore:
         """Return figures since the store was opened; waits for pending transfers.
 
         puts, fetches    calls
-        copies_out, copies_in  runs of units transferred by one copy; a gather counts as one
+        copies_out, copies_in  runs of units (frames) transferred by one copy; a gather counts as one
         gathers          launches among `copies_in`
         bytes_out, bytes_in, seconds_out, seconds_in  bytes transferred, and the time that this took
         disk_in          units that came from files
@@ -305,13 +307,13 @@ class HostStore:
         }
 
     def save(self, folder: Path) -> None:
-        """Write all units to `folder`; raises `StoreError` if that fails."""
+        """Write all units (frames) to `folder`; raises `StoreError` if that fails."""
         self.settle()
         saved.write(self, folder)
 
     def load(self, folder: Path, end: int = MOST) -> None:
-        """Replace the contents by the units below `end` saved in `folder`; these are not counted. Raises `StoreError` if
-        files are damaged or do not fit here: then close the store, which may hold a part."""
+        """Replace the contents by the units (frames) below `end` saved in `folder`; these are not counted. Raises
+        `StoreError` if files are damaged or do not fit here: then close the store, which may hold a part."""
         self.cut(0)
         self._settle_times(0)
         before = dict(self._counts), self._dropped

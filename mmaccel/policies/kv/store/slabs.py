@@ -1,4 +1,4 @@
-"""Host memory for units: slabs (pinned memory, or memory-mapped files), their slots, and CUDA streams that copy units."""
+"""Host memory for frames: slabs (pinned memory, or memory-mapped files), their slots, and CUDA streams that copy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CUDA: Any = torch.cuda
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a stored unit: layers, kv heads G, tokens P, head size D, and the data type."""
+    """The shape of a stored unit (frame): layers, kv heads G, tokens P, head size D, and the data type."""
 
     layers: int
     groups: int
@@ -50,12 +50,12 @@ class Shape:
 
     @property
     def unit(self) -> tuple[int, int, int, int]:
-        """Keys and values of one unit in one layer: [2, G, P, D]."""
+        """Keys and values of one unit (frame) in one layer: [2, G, P, D]."""
         return 2, self.groups, self.tokens, self.size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one unit in one layer."""
+        """Bytes of one unit (frame) in one layer."""
         return 2 * self.groups * self.tokens * self.size * self.dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
@@ -75,7 +75,8 @@ class Shape:
 
 
 class Slabs:
-    """Host memory in slabs of `per` slots, each for one unit of one layer; slot s is entry ``s % per`` of slab ``s // per``.
+    """Host memory in slabs of `per` slots, each for one unit (frame) of one layer; slot s is entry ``s % per`` of slab ``s
+    // per``.
 
     Memory is allocated slab by slab up to `cap` bytes, up to `together` with all others of the process, and never the last
     `SPARE` of the host's; pinned memory one slab ahead of need. With `disk`, files follow, each allocated at its full
@@ -266,7 +267,7 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
 
 
 class SlotTable:
-    """The slot of each unit in each layer: `slot` [L, units] on the host, -1 for none; and a heap of `free` slots."""
+    """The slot of each unit (frame) in each layer: `slot` [L, units] on the host, -1 for none; a heap of `free` slots."""
 
     @torch.inference_mode(False)
     def __init__(self, layers: int, device: torch.device) -> None:
@@ -277,7 +278,7 @@ class SlotTable:
         self.stale = True
 
     def put(self, layer: int, units: Sequence[int]) -> list[int]:
-        """Assign the lowest free slots to units of a layer, and return them."""
+        """Assign the lowest free slots to units (frames) of a layer, and return them."""
         slots = [heapq.heappop(self.free) for _ in units]
         width, have = max(units) + 1, self.slot.shape[1]
         if width > have:
@@ -287,7 +288,7 @@ class SlotTable:
         return slots
 
     def drop(self, units: list[int] | slice) -> None:
-        """Free the slots of units in all layers; units without slots are ignored. Numbers are below the table's width."""
+        """Free the slots of units (frames) in all layers, if they have any. Numbers are below the table's width."""
         held = self.slot[:, units]
         slots = held[held >= 0].tolist()
         for slot in slots:
@@ -296,7 +297,7 @@ class SlotTable:
         self.stale = self.stale or bool(slots)
 
     def look(self, layer: int, unit: int) -> int:
-        """Return the slot of a unit, or -1."""
+        """Return the slot of a unit (frame), or -1."""
         return int(self.slot[layer, unit]) if 0 <= unit < self.slot.shape[1] else -1
 
     def rows(self) -> Tensor:
@@ -377,8 +378,8 @@ class Lane:
 
 
 class Lanes:
-    """The store's two lanes: `compute`, on which the model runs, and `wire`, which copies units between host and device. On
-    CUDA `wire` has its own stream; elsewhere both are the host. Tests can replace them by lanes that run late."""
+    """The store's two lanes: `compute`, on which the model runs, and `wire`, which copies units (frames) between host and
+    device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests can replace them by lanes that run late."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.wire = device, Lane(_CUDA.Stream(device) if device.type == "cuda" else None)

@@ -166,7 +166,7 @@ class Registry(Mapping[str, type[Any]]):
         return name in self._classes
 
     def meant(self, name: str) -> str | None:
-        """Return what `name` means elsewhere, as a class of this kind declares it in `words`; None if none declares it."""
+        """Return what `name` means outside mmaccel, if a class of this kind declares that in `words`; else None."""
         meanings = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
         return next((meaning for meaning in meanings if meaning is not None), None)
 

@@ -249,12 +249,12 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """Whether its number of drafted tokens may vary: not under sampling, as it would change the random numbers."""
+        """Whether this sequence's number of drafted tokens may vary; under sampling it would change the random numbers."""
         return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
     @property
     def unread(self) -> bool:
-        """Whether its draft must prefill the prompt before it proposes."""
+        """Whether this sequence's draft must prefill the prompt before it proposes."""
         return self._first is None and getattr(self._draft.state, "unread", False)
 
     def close(self) -> None:

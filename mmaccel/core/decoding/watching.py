@@ -67,7 +67,7 @@ class DraftStream(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """Return a state to which `back` can return; only one is in use at a time."""
+        """Return the present state, for `back`; only one is in use at a time."""
 
     @abstractmethod
     def back(self, mark: Any) -> None:

@@ -270,7 +270,7 @@ class StreamState(KVState):
 
     @abstractmethod
     def checkpoint(self) -> Any:
-        """Return a mark for `restore`. Cheap, as it is taken before every clip; only one is in use, never in a question."""
+        """Return the present state, for `restore`. Cheap, as taken before every clip; one is in use, never in a question."""
 
     @abstractmethod
     def restore(self, mark: Any) -> None:
@@ -291,11 +291,11 @@ class StreamState(KVState):
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        """Return where a caller that applies RoPE itself writes the rows, in place of `view`; None: call `view`."""
+        """Return where a caller that applies RoPE itself writes new keys and values; None: it has to call `view`."""
         return None
 
     def all_write_slot(self) -> list[CacheSlot] | None:
-        """Return `write_slot` of all layers for an answer's rows, before any layer runs (no `append`); None: one by one."""
+        """Return `write_slot` of all layers for an answer's tokens, before any layer runs; None: ask layer by layer."""
         return None
 
     def fit(self, first: int, count: int) -> int:
@@ -341,7 +341,7 @@ class StreamState(KVState):
         """Record, during a question, that its first `rows` rows were sparse at `layer`; `evidence` uses the others."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
-        """Answer from now on as a memory of `policy`, which differs only in `query_time_fields`."""
+        """Use from now on the `query_time_fields` of `policy`: fields that matter only to questions."""
 
     def clusters(self) -> dict[str, Tensor]:
         """Return, for a memory that clusters, level name -> cluster index [L or 1, N] of each entry at each layer; entries
@@ -396,4 +396,4 @@ class StreamPolicy(KVPolicy):
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        """Return a new memory for one stream; raises `RecipeError` for fields that do not fit it."""
+        """Return a new KV memory for one video stream; raises `RecipeError` for fields that do not fit the stream."""

@@ -203,7 +203,7 @@ class SplitState(StreamState):
         return count
 
     def evidence(self) -> dict[int, Seen]:
-        """Return the mean over layers, also of `Seen.score`, which each device's memory computes by itself."""
+        """Return the evidence averaged over layers; each device's memory computes its `Seen.score` by itself."""
         whole, found = sum(self._layers), [state.evidence() for state in self._states]
         out: dict[int, Seen] = {}
         for unit in sorted({unit for one in found for unit in one}):

@@ -50,7 +50,7 @@ class PrunedKVState(KVState):
         self._visual = [self.pruner.candidates(layout).numel()]
 
     def keep_columns(self, part: int, columns: Tensor | None, layout: TokenLayout) -> None:
-        """Record that layers from ``starts[part]`` on hold only `columns` of the previous part's (None: all); `layout`."""
+        """Record that layers of `part` and later ones hold only `columns` (None: all) of those of the previous part."""
         if columns is not None:
             before = self.kept[part - 1] if part else None
             held = columns if before is None else before[columns]
@@ -65,7 +65,7 @@ class PrunedKVState(KVState):
         return self._owner[layer]
 
     def size(self, part: int, length: int) -> int:
-        """Return how many of the first `length` columns of the sequence `part` holds."""
+        """Return how many of the first `length` columns of the sequence the layers of `part` hold."""
         kept = self.kept[part]
         if kept is None:
             return length
@@ -73,7 +73,7 @@ class PrunedKVState(KVState):
         return inside + max(length - self.prompt, 0)
 
     def held_by(self, part: int, length: int) -> Tensor | None:
-        """Return which of the first `length` columns of the sequence `part` holds; None: all."""
+        """Return which of the first `length` columns of the sequence the layers of `part` hold; None: all."""
         kept = self.kept[part]
         if kept is None:
             return None
@@ -82,7 +82,7 @@ class PrunedKVState(KVState):
         return torch.cat([kept, torch.arange(self.prompt, length, device=kept.device)])
 
     def thinned(self, part: int, layout: TokenLayout) -> TokenLayout:
-        """Return the layout of the columns of a sequence that `part` holds, given the layout of all."""
+        """Return the layout of the columns that the layers of `part` hold after pruning, given the layout of all."""
         held = self.held_by(part, layout.length)
         return layout if held is None else thin(layout, held)
 

@@ -157,8 +157,8 @@ class ForwardPass(PrefillPass):
         """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all), by sizes and measured
         costs.
 
-        It is if it is even at its upper bound. If not, the expected number of listed blocks decides, scaled by how far that
-        expectation was off in the previous pass (of an ingestion) or at the last sparse layer, whose count is waited for.
+        It is faster if even the most blocks that it may list are. Otherwise the expected number of blocks decides, scaled by
+        how far this was off in the previous pass (of an ingestion) or at the last sparse layer, whose count is waited for.
         """
         choice = self.config.choice
         if choice is None or choice.costs is None:

@@ -152,7 +152,7 @@ class SharedState(KVState):
         self.coming: Sizes = ()
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Add this process's columns; of a pass that every process runs whole, only the last process adds them."""
+        """Add this process's new columns; in a pass of few rows, which every process runs whole, only the last one adds."""
         count = self.coming[self.context.rank]
         self.memory.append(layer, key[:, :, :count], value[:, :, :count])
         if layer == 0:

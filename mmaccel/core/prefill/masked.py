@@ -40,7 +40,7 @@ class Images:
         return NewImages(spans, start, layout) if spans else None
 
     def uncut(self, end: int) -> int:
-        """Return the first column from `end` on at which no image is split."""
+        """Return the first column from `end` on at which a prompt can be cut without splitting an image."""
         while (
             later := max((past for _, begin, past in self.spans if begin < end < past), default=end)
         ) > end:
@@ -78,7 +78,7 @@ class NewImages:
         return unseen & ~open_
 
     def later(self, query: Tensor, key: Tensor) -> AttentionPlan:
-        """Return the plan of each image token's later tokens; cached for all query [B, H, n, D], key [B, G, N, D] alike."""
+        """Return the attention plan of pairs of an image token and a later one of its image; cached for all layers."""
         sizes = len(query), query.shape[1], query.shape[2], key.shape[2], self.layout.length
         memo, name = self.layout.memo, ("later", self.spans, sizes)
         return remember(memo, name, lambda: later_plan(self.spans, *sizes, key.device))
@@ -95,7 +95,7 @@ class NewImages:
         scale: float,
         backend: BlockAttend | None,
     ) -> Tensor:
-        """Compute attention [B, H, n, D]: what `plan` lists and the rest of each image; `tails`, or all if None, dense."""
+        """Compute attention [B, H, n, D] by `plan` and within images; rows `tails`, or all if `plan` is None, densely."""
 
         def dense(some: slice, begin: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = v.new_empty(len(q[some]), q.shape[1], end - begin, v.shape[-1])

@@ -186,7 +186,7 @@ class Piece(NamedTuple):
 
     @property
     def hi(self) -> int:
-        """The end of the span's range, shifted to begin at 0."""
+        """The end of the range of distances of this piece's span, shifted to begin at 0."""
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
 
     def keys(self, known: list[Tensor]) -> Any:

@@ -88,7 +88,7 @@ class Stage:
     share: float = 1.0
 
     def count(self, at: Tensor, total: int | None) -> int:
-        """Return how many of the candidates `at` [m] remain; `total` is their number before any stage (None: m)."""
+        """Return how many of the candidate tokens `at` [m] this stage keeps; `total` is their number before all stages."""
         return min(quota(self.share, at.numel() if total is None else total), at.numel())
 
 
@@ -128,7 +128,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
             cls.stage = vars(cls)["seat"]
 
     def candidates(self, layout: TokenLayout) -> Tensor:
-        """Return the columns [m] of `layout` (batch 1) that it may drop; empty if it does nothing to the prompt."""
+        """Return the columns [m] of `layout` (batch 1) that this pruner may drop; empty if it does nothing to the prompt."""
         at = candidates(layout)
         prunes = torch.tensor(sorted(self.prunes), device=at.device)
         return at[torch.isin(layout.modality[0, at], prunes)]
@@ -149,7 +149,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
         """
 
     def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
-        """Return what `keep` keeps, with new hidden states if it merges dropped tokens into kept ones."""
+        """Return the columns that `keep` keeps, with new hidden states if dropped tokens are merged into kept ones."""
         return Kept(self.keep(signals, layout, stage, total))
 
     def on_stream(self) -> TokenPruner | None:
@@ -160,7 +160,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
         return self if self.stage == "layer" and self.needs <= {"attention"} else None
 
     def left(self, tokens: int) -> int:
-        """Return how many tokens it keeps, on a stream, of a group of frames of `tokens` tokens each."""
+        """Return how many tokens this pruner keeps of a group of frames of `tokens` tokens each, on a video stream."""
         raise RecipeError(
             f"prune {self.name!r} does not say how many tokens of a frame are left; write left."
         )

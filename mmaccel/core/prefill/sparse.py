@@ -119,7 +119,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
 
     @property
     def context(self) -> int | None:
-        """The prompt length, in tokens, that its budgets were chosen for; None: any."""
+        """The prompt length, in tokens, for which this pattern's budgets were chosen; None: any."""
         return None
 
     def at(self, layer: int) -> SparsePattern:

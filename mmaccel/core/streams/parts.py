@@ -204,7 +204,7 @@ class Turns:
             self._release()
 
     def give_way(self, inside: bool = False) -> None:
-        """Let waiting threads have their turns, then continue: with the next token or, `inside`, with the forward pass under
+        """Release the lock to waiting threads, then continue: with the next token or, `inside`, with the forward pass under
         way. Only one pass may pause for all at a time; others pause only for answer tokens."""
         if inside and self._paused:
             self.let_tokens()
@@ -226,7 +226,7 @@ class Turns:
         self.let_tokens()
 
     def finish_passes(self) -> None:
-        """Continue only when no pass is paused in the middle."""
+        """Wait until no forward pass is paused in the middle."""
         self._aside(lambda: self._still is not None)
 
     def _aside(
@@ -267,7 +267,7 @@ class Turns:
 
     @cached_property
     def batch(self) -> Batch:
-        """The `Batch` in which answers that share steps are decoded; each round is a turn."""
+        """The `Batch` in which answers that share steps are decoded; each round holds the lock."""
         return Batch(holding=partial(self.holding, token=True))
 
     @contextmanager

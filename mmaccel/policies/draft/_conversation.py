@@ -80,7 +80,7 @@ class Conversation:
         return made
 
     def said(self, tokens: Tensor) -> Conversation:
-        """End the turn: `tokens` [m] were generated after its prompt; those that the runner has run are kept."""
+        """End the turn, in which `tokens` [m] were generated after its prompt; those that the draft has run are kept."""
         if not self._told:
             run = min(self.runner.length() - self._origin, tokens.numel())
             self.runner.truncate(self._origin + run)

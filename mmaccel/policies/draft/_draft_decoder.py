@@ -29,7 +29,7 @@ class TokenDistribution:
     weights: Tensor
 
     def packed(self) -> bytes:
-        """Return it as bytes: the number of tokens (uint32), their ids, and their probabilities."""
+        """Return the distribution as bytes: the number of tokens (uint32), their ids, and their probabilities."""
         pieces = self.ids.numpy().tobytes(), self.weights.numpy().tobytes()
         return len(self.ids).to_bytes(4, "little") + b"".join(pieces)
 
@@ -188,14 +188,14 @@ class Local:
             return self._writer.write(*self._asked)
 
     def takes_up(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the draft reads prompt `ids` [S] after what `leave` returned; the target holds `past`."""
+        """Return whether the draft can continue from `left` of the previous turn with prompt `ids` [S], after `past`."""
         if not (isinstance(left, DraftDecoder) and left.talk.goes_on(ids, past)):
             return False
         self._writer = left
         return True
 
     def leave(self, ids: Tensor) -> Any:
-        """Return state from which the turn after prompt `ids` [S] may continue."""
+        """Return the draft's state, from which the turn after prompt `ids` [S] may continue."""
         if self._unread is not None:
             self._writer.tell(self._unread["inputs"])
         return self._writer

@@ -161,7 +161,7 @@ class Remote(WireEnd):
         return tuple(odds) if whole else None
 
     def takes_up(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the draft continues from `left`, as `Local.takes_up` does."""
+        """Return whether the draft continues from `left` of the previous turn, as `Local.takes_up` does."""
         fits = isinstance(left, RemoteTurn) and left.worker is self._worker
         if not fits or not follows(left.known, ids, past):
             return False

@@ -75,7 +75,7 @@ class Pace:
     rest: int = 0
 
     def go_on(self) -> None:
-        """Begin another answer: of the earlier verified tokens, only the last `KNOWN` count."""
+        """Begin another answer: of the tokens verified so far, only the last `KNOWN` count for the acceptance rate."""
         share = min(1.0, KNOWN / self.judged)
         self.judged, self.kept = self.judged * share, self.kept * share
 
@@ -99,7 +99,7 @@ class Pace:
         self.kept += kept
 
     def pause(self, gain: float) -> int:
-        """Return for how many tokens a draft with this expected gain pauses, doubled each time in a row; 0: it works."""
+        """Return for how many tokens drafting pauses at this expected gain, doubled each time in a row; 0: no pause."""
         if self.rounds < SETTLED or gain > 1.0:
             self.pauses = 0 if gain > WORTH else self.pauses
             return 0
@@ -139,7 +139,7 @@ class Tally:
     gain: float | None = None
 
     def judged(self, kept: int, refused: bool) -> None:
-        """Record a round that accepted `kept` tokens; `refused`: the next one was rejected."""
+        """Record a round in which `kept` drafted tokens were accepted, and then one rejected if `refused`."""
         self.streaks[-1] += kept
         if refused:
             self.streaks.append(0)
@@ -159,7 +159,7 @@ class Tally:
         return notes
 
     def counters(self, pace: Pace, window: int) -> dict[str, float]:
-        """Return the figures for the report; `window` is the last one."""
+        """Return the pipeline's figures for the report; `window` is the last window."""
         streaks, windows = [*filter(None, self.streaks)] or [0], self.windows or [0]
         return {
             **{name: float(value) for name, value in self.figures.items()},
@@ -187,7 +187,7 @@ class Way:
     answers: int = 0
 
     def add(self, pace: Pace) -> None:
-        """Add the figures of an answer that has ended."""
+        """Add the measurements of an answer that has ended."""
         self.answers += 1
         self.judged += pace.judged - TOKENS_KNOWN
         self.kept += pace.kept - TOKENS_KNOWN * ASSUMED

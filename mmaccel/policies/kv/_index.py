@@ -177,10 +177,10 @@ class Index(ABC):
         """The rows `kept` [k] alone stay, as the first ones."""
 
     def refresh(self) -> None:
-        """Update the tensors on the device."""
+        """Update the index's tensors on the device."""
 
     def touched(self, found: dict[int, Found]) -> None:
-        """Called after a question with what each layer retrieved, `found`."""
+        """Take note, after a question, of what each layer retrieved: layer -> `Found`."""
 
     # Searches.
 
@@ -199,7 +199,7 @@ class Index(ABC):
         return self._ready
 
     def by(self, look: Tensor) -> None:
-        """Set the mean visual embedding [E], of frames or of a question's words, for the next searches."""
+        """Set the mean visual embedding [E] (of frames, or of a question's words) that the next searches compare with."""
 
     def search(self, layer: int, query: Tensor, budget: int, end: int) -> Found:
         """Return `budget` units (frames) below `end` (all, if fewer) for a query [d] float32: whole clusters by score until
@@ -335,7 +335,7 @@ class Index(ABC):
 
     @abstractmethod
     def checkpoint(self) -> Any:
-        """Return a mark for `restore`."""
+        """Return the present state, for `restore`."""
 
     @abstractmethod
     def restore(self, mark: Any) -> None:
@@ -350,11 +350,11 @@ class Index(ABC):
         return {}
 
     def nbytes(self) -> int:
-        """Return the bytes held on the device."""
+        """Return the bytes that the index holds on the device."""
         return sum(one.nbytes for one in (self.key, self.value, self.time, *self._fixed.values()))
 
     def counters(self) -> dict[str, float]:
-        """Return figures for the report."""
+        """Return the index's figures for the report."""
         return {"index_bytes": float(self.nbytes())}
 
     @abstractmethod

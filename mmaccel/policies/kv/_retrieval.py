@@ -144,7 +144,7 @@ class ArchivedMemory(StreamMemory):
         return self.replays.room("told", (2 + self.geometry.layers,), torch.long)
 
     def idle(self) -> None:
-        """A question may be asked next; what the device was told before is not sent again."""
+        """Prepare the search tables for the next question; numbers that the device already has are not sent again."""
         super().idle()
         self.index.digest()
         self.index.prepare(self._begin)

@@ -113,7 +113,7 @@ class Rope:
         return self._size
 
     def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
-        """Return the angles of `positions()` [n] or [3, n], cached under `name`."""
+        """Return the cosines and sines of `positions()` [n] or [3, n], cached under `name`."""
         if name not in self._kept:
             self._kept[name] = self.angles(positions())
         return self._kept[name]
@@ -309,7 +309,7 @@ class Rows:
         self._kept = True
 
     def begin(self, stream_pass: StreamPass) -> None:
-        """Start a question."""
+        """Start to record a question's rows."""
         self._rows, self._first, self._count = {}, words_of(stream_pass)[0], stream_pass.rows
         self._listed = 0
         self._kept = stream_pass.weigh
@@ -347,7 +347,7 @@ class Rows:
             }
 
     def clear(self) -> None:
-        """Forget the question, when its answer has ended."""
+        """Forget the question's rows, when its answer has ended."""
         self._rows = {}
 
     @torch.no_grad()

@@ -255,7 +255,7 @@ class WholeStream(PassState):
         return torch.arange(self._count * self.stream.unit, device=self.device)
 
     def evidence(self) -> dict[int, Seen]:
-        """Return every unit (frame), since every layer sees all."""
+        """Return all units (frames) as evidence, since every layer sees all of them."""
         return {number: Seen(1.0, 0.0, None) for number in range(self._count)}
 
     def counters(self) -> dict[str, float]:

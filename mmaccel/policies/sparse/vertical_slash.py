@@ -113,7 +113,7 @@ class QueryBlockRuns(NamedTuple):
 
     @classmethod
     def of(cls, region: Region, heads: int) -> QueryBlockRuns:
-        """Return the runs of the queries of `region`, for lists of `heads` heads."""
+        """Return the `QueryBlockRuns` of the queries of `region`, for plans of `heads` heads."""
         block = region.layer.block
         most_shapes, most_gaps, most_pieces = _run_bounds(region)
         blocks = len(region.keys) // block

@@ -135,7 +135,7 @@ class ClusterTable:
         self.dirty[layer, cluster] = True
 
     def fill(self, layer: Tensor, cluster: Tensor, members: Tensor, x: Tensor) -> None:
-        """Set the clusters (layer [b], cluster [b]) to `members` [b, m] (-1: none) with vectors `x` [b, m, d]."""
+        """Set the members of clusters (layer [b], cluster [b]) to units [b, m] (-1: none) with vectors `x` [b, m, d]."""
         self.write(layer, cluster, members, *summary(x, members >= 0))
 
     def write(
@@ -182,7 +182,7 @@ class ClusterTable:
                 bisect.insort(self._under.setdefault(new, [[] for _ in range(self.layers)])[at], one)
 
     def release(self, layer: int, cluster: int) -> None:
-        """Free an id, whose units (frames) belong to other clusters by now."""
+        """Free the id of a cluster, whose units (frames) now belong to other clusters."""
         at = torch.tensor([layer]), torch.tensor([cluster])
         self._note(*at)
         self._move(*at, torch.tensor([-1]))
@@ -241,7 +241,7 @@ class ClusterTable:
         return layer, cluster
 
     def checkpoint(self) -> None:
-        """Set the point to which `restore` returns; replaces the last one."""
+        """Make the present state the one to which `restore` returns."""
         self._journal, self._marked = [], self._units
         self._noted.zero_()
 
@@ -263,7 +263,7 @@ class ClusterTable:
         self._count_ids()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to save."""
+        """Return the tensors of the table to save, by name."""
         rows = {name: getattr(self, name)[:, : self.used].contiguous() for name in ROWS}
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 

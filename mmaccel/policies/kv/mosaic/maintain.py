@@ -50,7 +50,7 @@ class Hierarchy:
         means.cut(units)
 
     def checkpoint(self) -> Any:
-        """Return a mark for `restore`; one is in use at a time."""
+        """Return the present state, for `restore`; only one is in use at a time."""
         self.visual.checkpoint()
         self.semantic.checkpoint()
         return self.units, self.bounds, [list(ids) for ids in self.buffer], Counter(self.counters)

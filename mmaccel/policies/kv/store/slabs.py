@@ -297,7 +297,7 @@ class SlotTable:
         self.stale = self.stale or bool(slots)
 
     def look(self, layer: int, unit: int) -> int:
-        """Return the slot of a unit (frame), or -1."""
+        """Return the slot of a unit (frame) in a layer, or -1."""
         return int(self.slot[layer, unit]) if 0 <= unit < self.slot.shape[1] else -1
 
     def rows(self) -> Tensor:

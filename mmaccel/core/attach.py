@@ -341,8 +341,8 @@ def accelerate(
     context_mesh: DeviceMesh | None = None,
     **choices: Any,
 ) -> Accelerated:
-    """Attach a recipe to an unmodified Hugging Face model; `model.generate(...)` stays the user's call. For a
-    model in a PEFT wrapper, the recipe goes on the inner model, and the wrapper's `generate` is accelerated too.
+    """Attach a recipe to an unmodified Hugging Face model, whose `generate` is then accelerated. For a model in a PEFT
+    wrapper, the recipe is attached to the inner model, and the wrapper's `generate` is accelerated too.
 
     recipe: a preset's or policy's name, a YAML path, a mapping or a `Recipe`; `choices` set its fields (``sparse=...``,
     ``kv=...``, ``draft=...``). context_mesh: processes with the whole model each, which share the rows of every prompt and

@@ -1,14 +1,14 @@
-"""Predicts seconds and bytes of a video and its questions under a recipe, from a model's sizes and a device's rates.
+"""Predicts seconds and bytes for a video and its questions under a recipe, from a model's sizes and a device's rates.
 
 Nothing is fitted. A model's sizes are counted (`Sizes`), a device's rates measured once, in a few seconds, or known
 (`DEVICES`). Each term is work over a rate:
 
 products   2 FLOPs for each weight and row, at the rate of a large product of that width
-pairs      causal query-key pairs at what attention costs here (`measure.Costs`), dense, or listed by the recipe's pattern
-traffic    what norms, gates, rotations and copies read and write, at the rate of a copy
-launches   starting the operators of a layer: beside the device's work on CUDA, before it on a CPU
-decode     weights and shown keys and values read once a token
-wire       recalled keys and values from the host
+pairs      causal query-key pairs at the measured cost of attention (`measure.Costs`), dense, or listed by the pattern
+traffic    what norms, gates, RoPE and copies read and write, at the rate of a copy
+launches   starting the operators of a layer: in parallel with the device's work on CUDA, before it on a CPU
+decode     weights and visible keys and values, read once a token
+wire       retrieved keys and values, copied from the host
 
 Letters: n rows of a pass, N columns that they see, L layers.
 """

@@ -25,15 +25,15 @@ class TokenLayout:
     All tensors are integer, shape [B, S], on one device; -1 stands for "none".
 
     modality   TEXT, IMAGE or VIDEO
-    segment    number of the text, image or video the token lies in; a video has what stands between its frames
+    segment    number of the text, image or video the token is in; a video includes what is between its frames
     frame      number of the frame, counted through the whole sequence; -1 outside frames (text, row-end marks)
     row, column  cell of the token in its frame's grid
-    position   rank of the token among the valid tokens of its sequence; causality is measured in it
+    position   rank of the token among the valid tokens of its sequence, by which causality is defined
     valid      bool, False on padding
-    asked      bool, True on the words of the question, where they are known to stand elsewhere than after the last image or
-               video; all False: they stand there, or it is not known (`core.prefill.prune.question`)
+    asked      bool, True on the words of the question, if they are known to be elsewhere than after the last image or
+               video; all False: they are there, or it is not known (`core.prefill.prune.question`)
 
-    A token of an image that lies in no frame, a finer tile's, has a cell too: that of the picture that the tiles make.
+    A token of an image that is in no frame, a finer tile's, has a cell too: that of the picture that the tiles form.
     """
 
     modality: Tensor

@@ -36,19 +36,18 @@ def _default(kind: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The choices of an accelerated model. A policy is given by its name, or as a mapping with its name and fields,
-    such as ``{name: grid, stride: frame}``; `mmaccel describe NAME` explains those. Paths in a YAML file count from
-    its folder.
+    """The settings of an accelerated model. A policy is given by its name, or as a mapping with its name and fields, such as
+    ``{name: grid, stride: frame}``; `mmaccel describe NAME` explains those. Paths in a YAML file are relative to its folder.
 
-    sparse      the prefill pattern
-    kv          the memory
-    draft       the draft strategy
+    sparse      the sparse attention pattern of prefill
+    kv          the KV memory: which keys and values are kept
+    draft       the drafting method of speculative decoding
     prune       a token pruner, or None
     backend     "auto" (chosen once, when the recipe is attached; on CUDA by measured cost, and dense wherever a pattern
-                would not win; on a CPU nothing is measured and the pattern always runs, on short prompts more slowly than
-                dense attention would), or one by name ("reference", "flex", "triton", "flash"), which never falls back
+                would not be faster; on a CPU nothing is measured and the pattern always runs, on short prompts more slowly
+                than dense attention would), or one by name ("reference", "flex", "triton", "flash"), which never falls back
     chunk       prefill in chunks of this many tokens; None runs the whole prompt at once
-    dense_tail  the last this many rows of a prompt see every key: the question's rows decide the answer and cost next to
+    dense_tail  this many last rows of a prompt see every key: the question's rows decide the answer and cost next to
                 nothing. 0 runs the pattern on every row, as the paper's baselines do
     dense_layers  layers that stay dense, by number
     """

@@ -90,11 +90,11 @@ class AsyncReply(AsyncIterator[str]):
 
 
 class AsyncVideoSession:
-    """`VideoSession` with calls that are awaited: ``await watch(frames)``, ``async for text in ask(question)``.
+    """A `VideoSession` for asyncio: ``await watch(frames)``, ``async for text in ask(question)``.
 
-    Arguments, results and errors are those of `VideoSession`; `session` is the one that this wraps, whose own calls may be
-    used as well. A question sees the stream as it is when its turn comes, and frames are taken in while it is answered.
-    Cancelling a task ends its pass: `watch` keeps the frames that the model has read.
+    Arguments, results and errors are those of `VideoSession`; `session` is the wrapped one, whose own calls may be used as
+    well. A question sees the stream as it is when its turn comes, and frames are taken in while it is answered. Cancelling a
+    task ends its forward pass: `watch` keeps the frames that the model has read.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""A session on disk: what a save writes into its folder and may remove, and how a session is read back.
+"""Saves a session to a folder and loads it: which files a save writes and may remove, and how they are read back.
 
 A save writes ``film.safetensors`` and the memory's own files into a new folder within the session's, ``data-1``, ``data-2``,
-..., and then moves `session.json` into place. That lists the files with their sizes and checksums, which are checked before
-anything is read, as its own checksum is; a store of units (frames) checks its own pieces while it reads them.
+..., and then moves `session.json` into place. That lists the files with their sizes and checksums, which are verified before
+anything is read, as its own checksum is; a host store verifies its own files while it reads them.
 
 A save that is killed leaves the former `session.json` with its files, or the new one with its own. At the end the files that
-the former list names are removed, one by one. A note, `.mmaccel-saving.json`, says what is to be removed, so that the next
-save ends what a killed one left. Every other file stays where it is. The new files are on the disk before their list is, and
-the former ones go when the list is on the disk, so that a loss of power does the same as a kill.
+the former list names are removed, one by one. A note, `.mmaccel-saving.json`, lists what is to be removed, so that the next
+save completes what a killed one left. All other files stay. New files are synced to disk before their list, and former ones
+removed after that, so that a power failure has the same effect as a kill.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Region:
     ordered: int | None
 
     def part(self, spans: Sequence[KeySpan], merge_group: int = 0) -> Part:
-        """Return the part of all queries over `spans`."""
+        """Return the plan's `Part` for all queries of this region over key `spans`."""
         return Part(self.q_row, tuple(spans), None, merge_group, self.ordered, self.ordered)
 
     @property
@@ -283,7 +283,7 @@ class RegionPattern(SparsePattern):
 
     @abstractmethod
     def layer_parts(self, layer: LayerInputs) -> Sequence[Part]:
-        """Return the parts of one layer's plan."""
+        """Return the `Part`s of one layer's attention plan."""
 
     @cached_property
     def _key(self) -> str:
@@ -323,10 +323,10 @@ class IntraPattern(RegionPattern):
 
     @abstractmethod
     def parts(self, region: Region) -> tuple[Part, ...]:
-        """Return parts over the queries of `region` and keys of it up to each query."""
+        """Return the plan's `Part`s for the queries of `region`; each query sees at most the region's keys up to it."""
 
     def cached_parts(self, region: Region) -> tuple[Part, ...]:
-        """Return the parts of a region; for a pattern that depends on the layout alone, cached for all layers."""
+        """Return the plan's parts for a region; cached for all layers if the pattern depends on the layout alone."""
         if self.adaptive:
             return self.parts(region)
         return remember(region.layer.memo, (self._key, region.kinds), lambda: self.parts(region))
@@ -336,7 +336,7 @@ class IntraPattern(RegionPattern):
 
     @abstractmethod
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        """Return upper bounds of listed blocks: so many for each query block, and so many more in total.
+        """Return upper bounds of listed key blocks: so many for each query block, and so many more in total.
 
         gaps: keys may lie between consecutive queries; ties: several queries may have the same rank.
         """

@@ -55,7 +55,7 @@ class SegmentedPattern(IntraPattern):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The smallest and the largest stride that a sequence may have."""
+        """The smallest and the largest stride (tokens of a segment) that a sequence may have."""
         return (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride, self.stride)
 
     def segments(self, region: Region) -> Segments:

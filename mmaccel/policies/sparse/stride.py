@@ -192,7 +192,7 @@ class Pairing:
 
     @classmethod
     def of(cls, sample: SampleLayout, frames: Frames, high: int) -> Pairing:
-        """Return the relations of the queries of `sample` and the keys of `frames`."""
+        """Return the class relations of the sampled queries `sample` and the keys of `frames`."""
         number = frames.number[..., : sample.seen.shape[1]]
         B, L = sample.at.shape
         own = number.gather(2, sample.at.clamp(min=0)[:, None])

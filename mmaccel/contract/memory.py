@@ -245,7 +245,7 @@ class _Trial:
         self.who, self.state, self.needs = who, state, needs
 
     def run(self, stream_pass: StreamPass, name: int = 0) -> list[KVView]:
-        """Run one pass; return the views of all layers."""
+        """Run one forward pass through the memory under test; return the views of all layers."""
         state, views = self.state, []
         state.begin_pass(stream_pass)
         for layer in range(LAYERS):

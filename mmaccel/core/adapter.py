@@ -110,11 +110,11 @@ class Runner(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Roll back to the first `length` columns."""
+        """Roll the sequence's KV cache back to its first `length` columns."""
 
     @abstractmethod
     def length(self) -> int:
-        """Return the number of columns that were run and not rolled back."""
+        """Return the number of tokens (cache columns) that were run and not rolled back."""
 
 
 class ModelAdapter(ABC):
@@ -163,7 +163,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def text(self, model: nn.Module) -> nn.Module:
-        """Return the language model without its output head."""
+        """Return the language model, without its output head, of a vision-language `model`."""
 
     @abstractmethod
     def layers(self, model: nn.Module) -> nn.ModuleList:
@@ -280,7 +280,7 @@ class ModelAdapter(ABC):
         return note
 
     def first_cut(self, model: nn.Module) -> int:
-        """Return the first layer before which a pruner may drop tokens."""
+        """Return the first decoder layer before which a token pruner may drop tokens."""
         return 1
 
     def placeholders(self, model: nn.Module) -> tuple[int, ...]:

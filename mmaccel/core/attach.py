@@ -99,7 +99,7 @@ class StreamModel(ABC):
 
     @abstractmethod
     def words(self, ids: Tensor) -> Tensor:
-        """Return the input embeddings [n, E] of text token ids [n]."""
+        """Return the language model's input embeddings [n, E] of text token ids [n]."""
 
     @abstractmethod
     def run(
@@ -166,7 +166,7 @@ class StreamAdapter(StreamModel):
 
     @abstractmethod
     def decode(self, ids: Tensor) -> str:
-        """Return the text of ids [n], without special tokens."""
+        """Return the text of token ids [n], without special tokens."""
 
     @abstractmethod
     def signature(self) -> str:

@@ -84,17 +84,17 @@ class Cost:
 
     @property
     def first_s(self) -> float:
-        """Seconds to the first token of the first answer, with the time to read the video unless it is a live stream."""
+        """Predicted seconds to the first token of the first answer, with reading the video unless it is a live stream."""
         return self.question_s + (0.0 if self.work.live else self.read_s)
 
     @property
     def total_s(self) -> float:
-        """Seconds for the video and all questions, one after the other."""
+        """Predicted seconds for reading the video and answering all questions, one after the other."""
         return self.read_s + self.work.questions * self.asked_s
 
     @property
     def asked_s(self) -> float:
-        """Seconds for one question with its whole answer."""
+        """Predicted seconds for one question with its whole answer."""
         return self.question_s + self.work.answer * self.token_s
 
 

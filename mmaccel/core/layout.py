@@ -71,7 +71,7 @@ class TokenLayout:
 
     @classmethod
     def text(cls, batch: int, length: int, device: torch.device | str = "cpu") -> TokenLayout:
-        """Return the layout of `batch` sequences of `length` text tokens."""
+        """Return the layout of a text-only batch: `batch` sequences of `length` text tokens."""
         return cls.build(torch.zeros(batch, length, dtype=torch.long, device=device))
 
     def video(self) -> tuple[int, int]:
@@ -144,7 +144,7 @@ class TokenLayout:
         return self._map(lambda t: t[:, rows])
 
     def sequence(self, b: int) -> TokenLayout:
-        """Return the layout of sequence `b` of the batch."""
+        """Return the layout of only sequence `b` of the batch."""
         return self._map(lambda t: t[b : b + 1])
 
     def pick(self, rows: Tensor) -> TokenLayout:

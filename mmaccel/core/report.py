@@ -145,7 +145,7 @@ class Rounds:
         """Record the counters and notes of one sequence's draft, at the end of the sequence."""
 
     def figures(self) -> dict[str, Any]:
-        """Return the statistics in the form of `Report.draft`."""
+        """Return the draft statistics in the form of `Report.draft`."""
         return {
             "rounds": len(self.lengths),
             "target_steps": self.target_steps,
@@ -179,7 +179,7 @@ class SequenceMeter(Rounds):
         self.counters, self.notes = counters, notes
 
     def token(self, count: int) -> None:
-        """Count `count` new tokens of the sequence."""
+        """Count `count` new tokens of this sequence, and of the whole call if it has the longest answer."""
         self.new_tokens += count
         self.whole.token(max(0, self.new_tokens - self.whole.new_tokens))
 
@@ -206,7 +206,7 @@ class Meter(Rounds):
     generating: bool = False  # once a generation is over its figures stay until the next pass
 
     def clear(self) -> None:
-        """Forget the figures of the last call."""
+        """Forget all figures of the last call."""
         self.__init__()  # type: ignore[misc]
 
     def begin(self, device: torch.device) -> None:
@@ -250,7 +250,7 @@ class Meter(Rounds):
             self.notes.append(sentence)
 
     def planned(self, other: Meter) -> None:
-        """Add the query-key pairs and the notes of meter `other`."""
+        """Add the query-key pairs and the notes that another meter, `other`, has counted."""
         for layer, names in other.names.items():
             for listed, causal in zip(other.listed[layer], other.causal[layer], strict=True):
                 self.attention(layer, names, listed, causal)

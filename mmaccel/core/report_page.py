@@ -48,7 +48,7 @@ class Paged:
     recipe: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as a JSON-ready dictionary."""
+        """Return all fields of the report as a JSON-ready dictionary."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def save_html(

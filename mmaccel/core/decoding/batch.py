@@ -272,6 +272,6 @@ class Seat:
     alone: str = field(default="", init=False)
 
     def decode(self, sequences: Sequence[Speculation]) -> None:
-        """Decode `sequences` in the batch: see `Batch.run`."""
+        """Decode the call's `sequences` together with the others in the batch: see `Batch.run`."""
         self.joined()
         self.batch.run(sequences)

@@ -59,7 +59,7 @@ class Proposal:
         return cls(torch.empty(0, dtype=torch.long, device=device))
 
     def then(self, other: Proposal) -> Proposal:
-        """Return this chain followed by the tokens of chain `other`."""
+        """Return this proposed chain of tokens followed by the tokens of chain `other`."""
         if not other.ids.numel():
             return self
         if not self.ids.numel():
@@ -153,7 +153,7 @@ class DraftState(ABC):
 
     @abstractmethod
     def begin(self, prompt: Prompt) -> None:
-        """Take the prompt; called once, before the target's prefill."""
+        """Take the prompt that the draft will continue; called once, before the target's prefill."""
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
         """Return the pruner of the draft's prompt: `given`, or None to read all of it. Called after `begin`."""
@@ -170,7 +170,7 @@ class DraftState(ABC):
 
     @abstractmethod
     def propose(self) -> Proposal:
-        """Return the tokens to verify next; may be empty."""
+        """Return the draft tokens that the target should verify next; may be empty."""
 
     def drafting(self, most: int | None = None) -> Drafting:
         """Generator form of `propose`, of at most `most` tokens if possible: yields model steps for the caller to run."""
@@ -191,10 +191,10 @@ class DraftState(ABC):
         return None
 
     def close(self) -> None:
-        """Release all resources of the draft; always called."""
+        """Release all resources of the draft; called at the end of a sequence, also after errors."""
 
     def counters(self) -> dict[str, float]:
-        """Return figures for the report, under names that the strategy chooses."""
+        """Return the draft's figures for the report, under names that the drafting strategy chooses."""
         return {}
 
     def notes(self) -> list[str]:

@@ -283,7 +283,7 @@ class Deadline:
         self._cancelled, self._event = threading.Event(), event or threading.Event()
 
     def cancel(self) -> None:
-        """Ask the call to end at its next check."""
+        """Ask the running call to end at its next check of the deadline; may be called from any thread."""
         self._cancelled.set()
 
     def over(self) -> Over | None:
@@ -293,11 +293,11 @@ class Deadline:
         return "timeout" if self._end is not None and monotonic() >= self._end else None
 
     def left(self) -> float | None:
-        """Return the seconds left; None without a timeout."""
+        """Return the seconds left until the deadline; None without a timeout."""
         return None if self._end is None else max(0.0, self._end - monotonic())
 
     def check(self) -> None:
-        """Raise `Ended` when the call must end."""
+        """Raise `Ended` if the running call must end now, because of its timeout or a cancellation."""
         if (reason := self.over()) is not None:
             raise Ended(reason)
 
@@ -391,7 +391,7 @@ class Reply(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the answer; its text so far is lost."""
+        """Stop generating the answer; its text so far is lost."""
         self._over = True
         self._deadline.cancel()
         self._thread.join()

@@ -67,11 +67,11 @@ class DraftStream(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """Return the present state, for `back`; only one is in use at a time."""
+        """Return the present state of the draft's stream, for `back`; only one is in use at a time."""
 
     @abstractmethod
     def back(self, mark: Any) -> None:
-        """Return to the state at `mark`."""
+        """Return the draft's stream to its state at `mark`."""
 
     @abstractmethod
     def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
@@ -80,18 +80,18 @@ class DraftStream(ABC):
 
     @abstractmethod
     def done(self) -> None:
-        """End the question: restore the state before it."""
+        """End the question: return the draft's stream to its state before it."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the stream into the existing `folder`, as .safetensors and .json files."""
+        """Write the draft's stream into the existing `folder`, as .safetensors and .json files."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote into a newly opened stream; raises `ModelError` if it does not fit."""
+        """Read what `save` wrote into a newly opened draft stream; raises `ModelError` if it does not fit."""
 
     def idle(self) -> None:
-        """Called when no more frames come for now."""
+        """Tell the draft's stream that no more frames come for now."""
 
     def close(self) -> None:
-        """Release all resources of the stream."""
+        """Release all resources of the draft's stream."""

@@ -131,11 +131,11 @@ class Outbox:
 
     @property
     def busy(self) -> bool:
-        """Whether a message is being sent or waits."""
+        """Whether a message is being sent or waits to be sent."""
         return self._thread is not None
 
     def put(self, kind: int, numbers: tuple[int, ...], blob: Callable[[], Sequence[Blob]]) -> None:
-        """Queue a message; `blob` makes its bytes when it is sent."""
+        """Queue a message for sending in the background; `blob` makes its bytes when it is sent."""
         with self._lock:
             if self.error is None:
                 self._queue.append((kind, numbers, blob))
@@ -149,7 +149,7 @@ class Outbox:
                 self._thread = thread
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait until all messages are sent, at most `limit_s` seconds."""
+        """Wait until all queued messages are sent, at most `limit_s` seconds."""
         thread = self._thread
         # The thread itself may be asked: the collector of garbage, which ends a process that nobody has, runs in any.
         if thread is not None and thread is not threading.current_thread():
@@ -235,7 +235,7 @@ class Worker:
         self._outbox.put(kind, numbers, blob)
 
     def posted(self) -> None:
-        """Wait until all that `post` queued is sent."""
+        """Wait until all messages that `post` queued are sent."""
         self._outbox.wait()
         self._got_through()
 

@@ -63,19 +63,19 @@ class UnitRows:
         self.clear()
 
     def clear(self) -> None:
-        """Reset: the row of each unit (frame) is its number."""
+        """Reset the mapping: the buffer row of each unit (frame) is its number."""
         self.old, self.gap = torch.zeros(0, dtype=torch.long), 0
 
     def keep(self, rows: int, kept: Tensor) -> None:
-        """Keep of all `rows` rows only those at indices `kept` [k], and renumber them from 0."""
+        """Keep of the buffer's `rows` rows only those at indices `kept` [k], and renumber them from 0."""
         self.old, self.gap = self.units(rows)[kept], self.gap + rows - len(kept)
 
     def units(self, rows: int) -> Tensor:
-        """Return the units (frames) [rows] of the first `rows` rows."""
+        """Return the units (frames) that the first `rows` rows of the buffer belong to."""
         return torch.cat([self.old, torch.arange(len(self.old), max(rows, len(self.old))) + self.gap])[:rows]
 
     def rows(self, units: Tensor) -> Tensor:
-        """Return the rows of `units` (frames), of any shape; -1 for forgotten ones."""
+        """Return the buffer rows of `units` (frames), of any shape; -1 for forgotten ones."""
         if not self.gap:
             return units
         fresh, at = units - self.gap, torch.searchsorted(self.old, units)
@@ -83,15 +83,15 @@ class UnitRows:
         return torch.where(fresh >= len(self.old), fresh, torch.where(known, at, -1))
 
     def below(self, end: int) -> int:
-        """Return the number of rows of units (frames) below `end`."""
+        """Return the number of buffer rows of units (frames) numbered below `end`."""
         return max(end - self.gap, int(torch.searchsorted(self.old, end))) if self.gap else end
 
     def told(self) -> dict[str, Any]:
-        """Return the mapping as a JSON-ready dictionary, for `read`."""
+        """Return the mapping from units (frames) to buffer rows as a JSON-ready dictionary, for `read`."""
         return {"old": self.old.tolist(), "gap": self.gap} if self.gap else {}
 
     def read(self, told: dict[str, Any], units: int) -> int:
-        """Restore what `told` returned, for a stream of `units` units (frames); return the number of rows."""
+        """Restore the mapping that `told` returned, for a stream of `units` units (frames); return the number of rows."""
         (gap,) = checkpoint_io.numbers([told.get("gap", 0)], "index: gap", units + 1)
         old = checkpoint_io.numbers(told.get("old", []), "index: old", units)
         if old != sorted(set(old)) or len(old) > units - gap:

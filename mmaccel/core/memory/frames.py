@@ -25,4 +25,4 @@ class FrameMemory(StreamState):
 
     @abstractmethod
     def fresh(self) -> StreamState:
-        """Return an empty KV memory for one question."""
+        """Return an empty KV memory, in which the picked frames and one question are run."""

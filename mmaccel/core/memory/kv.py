@@ -78,14 +78,14 @@ class KVState(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all columns."""
+        """Forget all columns of the KV cache."""
 
     @abstractmethod
     def reorder(self, rows: Tensor) -> None:
         """Select the batch rows `rows` [B'] (beam search, dropping finished sequences)."""
 
     def nbytes(self) -> int:
-        """Return the bytes held on the device."""
+        """Return the bytes that the KV cache holds on the device."""
         return 0
 
     @contextmanager
@@ -107,7 +107,7 @@ class KVState(ABC):
         raise ModelError(f"{type(self).__name__} is not written in place.")
 
     def wrote(self, count: int) -> None:
-        """Count the `count` columns that were written into the `buffers` of all layers after those held."""
+        """Record that `count` new columns were written into the `buffers` of all layers, after those held."""
         raise ModelError(f"{type(self).__name__} is not written in place.")
 
     follows: ClassVar[bool] = False
@@ -144,7 +144,7 @@ class KVPolicy(Policy, ABC, kind="kv"):
 
     @property
     def rollback_limit(self) -> int | None:
-        """How many of the last columns can be rolled back; None: all."""
+        """How many of the last cache columns can be rolled back; None: all."""
         return None
 
     @abstractmethod
@@ -174,7 +174,7 @@ class Stream:
     words: tuple[int, int] = (0, 0)
 
     def units(self, frames: int) -> int:
-        """Return how many units `frames` frames are, rounded up."""
+        """Return how many units (temporal patches of frames) `frames` frames are, rounded up."""
         return -(-frames // self.pace)
 
 
@@ -258,23 +258,23 @@ class StreamState(KVState):
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:
-        """Prepare for the forward pass `stream_pass`."""
+        """Prepare the stream's memory for the forward pass that `stream_pass` describes."""
 
     @abstractmethod
     def end_pass(self) -> None:
-        """Finish the pass, after all layers."""
+        """Finish the current forward pass, after all layers have run."""
 
     @abstractmethod
     def units(self) -> int:
-        """Return the number of units (frames) in the memory's stream."""
+        """Return the number of units (frames) that the stream's memory has taken in."""
 
     @abstractmethod
     def checkpoint(self) -> Any:
-        """Return the present state, for `restore`. Cheap, as taken before every clip; one is in use, never in a question."""
+        """Return the memory's present state, for `restore`. Cheap, as taken before every clip; never inside a question."""
 
     @abstractmethod
     def restore(self, mark: Any) -> None:
-        """Return to the state at `checkpoint`, also after a pass that failed."""
+        """Return the memory to its state at `checkpoint`, also after a pass that failed."""
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         """Return the memory as it is now, for one question, or None if frames have to wait until an answer has ended.
@@ -364,7 +364,7 @@ class StreamState(KVState):
         raise ModelError("kv: a stream is one sequence; ask without beams.")
 
     def close(self) -> None:
-        """Release what is held outside the device (host memory, files)."""
+        """Release what the memory holds outside the device (host memory, files)."""
 
 
 @dataclass(frozen=True, kw_only=True)

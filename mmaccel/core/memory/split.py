@@ -121,7 +121,7 @@ class SplitState(StreamState):
         self.recalls_alike = self._states[0].recalls_alike
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        """Return a snapshot of every device's memory; None if one of them has none."""
+        """Return a snapshot of the memories of all devices; None if one of them supports none."""
         taken = [state.snapshot(stream, pause) for state in self._states]
         if None in taken:
             return None
@@ -233,7 +233,7 @@ class SplitState(StreamState):
         }
 
     def counters(self) -> dict[str, float]:
-        """Return sums of bytes and seconds, and the largest of all other figures."""
+        """Return the memories' figures: sums of bytes and seconds, and the largest of all others."""
         found = [state.counters() for state in self._states]
         return {
             name: sum(one.get(name, 0.0) for one in found)

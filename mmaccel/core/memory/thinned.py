@@ -41,7 +41,7 @@ class PrunedKVState(KVState):
         self._before: Tensor | None = None
 
     def expect(self, count: int) -> None:
-        """Announce the next pass: the number of new columns, including those that will be dropped."""
+        """Announce the next forward pass: the number of its new columns, including those that will be pruned."""
         self._coming = count
 
     def begin(self, layout: TokenLayout) -> None:
@@ -61,7 +61,7 @@ class PrunedKVState(KVState):
             self._watched = at
 
     def part_of(self, layer: int) -> int:
-        """Return the part (run of layers between two stages) that holds `layer`."""
+        """Return the index of the part (run of layers between two pruning stages) that holds `layer`."""
         return self._owner[layer]
 
     def size(self, part: int, length: int) -> int:
@@ -196,8 +196,8 @@ class PrunedKVState(KVState):
         return sum(part.nbytes() for part in self._parts)
 
     def counters(self) -> dict[str, float]:
-        """Return the usual figures; also `held_mean` over layers (`held` is the largest), `visual`, the prompt tokens that
-        may be dropped, and how many of them are left after each stage."""
+        """Return the memory's figures; also `held_mean` over layers (`held` is the largest), `visual`, the prompt tokens
+        that may be dropped, and how many of them are left after each stage."""
         mean = sum(self._parts[part].held_columns() for part in self._owner) / len(self._owner)
         counters = {**super().counters(), "held_mean": mean, "visual": float(self._visual[0])}
         cuts = [stage.layer for stage in self.pruner.stages(len(self._owner))]

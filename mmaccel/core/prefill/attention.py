@@ -229,7 +229,7 @@ class ForwardPass(PrefillPass):
         return self.layout.take(slice(self.start, None))
 
     def part(self, begin: int, end: int) -> ForwardPass:
-        """Return the pass over only the new columns ``begin .. end`` of this one."""
+        """Return the forward pass over only the new columns ``begin .. end`` of this one."""
         layout, start = self.layout.take(slice(0, self.start + end)), self.start + begin
         rest = self.layout.length - layout.length + self.rest
         return replace(self, layout=layout, start=start, rest=rest, ends=self._ends)

@@ -163,7 +163,7 @@ class SharedState(KVState):
     )
 
     def whole(self, layer: int, query: Tensor) -> KVView:
-        """Return all columns, in order, gathered from all processes."""
+        """Return all columns of the sequence, in order, gathered from all processes."""
         held = self.memory.view(layer, query)
         sizes = tuple(sum(counts) for counts in zip(*self.pieces, strict=True))
 

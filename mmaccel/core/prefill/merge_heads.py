@@ -168,12 +168,12 @@ class TensorPacker:
         return before
 
     def flush(self) -> None:
-        """Write all recorded pieces."""
+        """Write all pieces recorded by `put` into the packed buffers."""
         fills = len(self._fills) // len(block_lists.FIELDS)
         self._made = block_lists.copy_pieces(self._sources, [*self._fills, *self._puts], fills, self._ends)
 
     def tensor(self, of: Slice) -> Tensor:
-        """Return the tensor at a `Slice`, after `flush`."""
+        """Return the packed tensor at a `Slice`, after `flush`."""
         return self._made[of.kind][of.begin : of.begin + prod(of.shape)].view(of.shape)
 
 

@@ -89,7 +89,7 @@ class DenseHeads:
     window: int | None = None
 
     def mask(self) -> Tensor:
-        """Return [B, n_query, n_key] bool: the pairs computed, the same for each of the heads."""
+        """Return [B, n_query, n_key] bool: the query-key pairs computed, the same for each dense head."""
         q, k = self.queries, self.keys
         seen = (k.position[:, None] <= q.position[:, :, None]) & k.valid[:, None] & q.valid[:, :, None]
         if self.window is not None:
@@ -98,13 +98,13 @@ class DenseHeads:
         return seen & (torch.arange(q.length, device=q.device) < self.rows)[:, None]
 
     def pairs(self) -> Tensor:
-        """Return [B] float64: how many query-key pairs each of the heads computes."""
+        """Return [B] float64: how many query-key pairs each dense head computes."""
         q = self.queries.take(slice(0, self.rows))
         most = self.keys.length if self.window is None else self.sinks + self.window
         return ((q.position + 1).clamp(max=most) * q.valid).sum(1).double()
 
     def to(self, device: torch.device | str) -> DenseHeads:
-        """Return the same heads with layouts on `device`."""
+        """Return these dense heads with their layouts on `device`."""
         return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
 
 
@@ -128,11 +128,11 @@ class AttentionPlan:
 
     @property
     def overlap(self) -> bool:
-        """Whether parts may share query rows."""
+        """Whether parts of the plan may share query rows."""
         return any(part.merge_group for part in self.parts)
 
     def first(self, rows: int) -> AttentionPlan:
-        """Return this plan for only the first `rows` query rows; cached."""
+        """Return this attention plan for only the first `rows` query rows; cached."""
 
         def cut() -> AttentionPlan:
             dense = replace(self.dense, rows=rows) if self.dense is not None else None
@@ -231,7 +231,7 @@ class AttentionPlan:
         return total
 
     def to(self, device: torch.device | str) -> AttentionPlan:
-        """Return this plan with its tensors on `device`."""
+        """Return this attention plan with its tensors on `device`."""
         dense = self.dense.to(device) if self.dense is not None else None
         moved: dict[int, Tensor] = {}
         return replace(self, parts=tuple(part.to(device, moved) for part in self.parts), dense=dense)

@@ -54,7 +54,7 @@ class Intake:
 
     @property
     def frames(self) -> int:
-        """Number of frames watched so far."""
+        """Number of video frames that the session has watched so far."""
         return 0 if self._live is None else len(self._live.info.times)
 
     def _deadline(self, timeout: float | None) -> Deadline:
@@ -167,7 +167,7 @@ class Intake:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that calls with frames, and their passes, have waited for the model."""
+        """Seconds that calls with frames, and their forward passes, have waited for a model in use by others."""
         return self._waited + (0.0 if self._live is None else self._live.waited_s)
 
     @contextmanager

@@ -43,7 +43,7 @@ class Listening(Around):
         return {"input_hooks": {layer: partial(note, layer) for layer in heard}} if heard else {}
 
     def unit_states(self, layer: int) -> Tensor:
-        """Return the input [n, E] of `layer` for all tokens of units (frames)."""
+        """Return the recorded input [n, E] of `layer` for the tokens of all units (frames)."""
         if len(self.states[layer]) > 1:
             self.states[layer] = [torch.cat(self.states[layer])]
         return self.states[layer][0] if self.states[layer] else torch.zeros(0, 1)
@@ -129,7 +129,7 @@ class StreamListener(AroundMemory):
         return view
 
     def heard(self, score: Callable[..., Tensor] | None = None) -> Heard:
-        """Return what was recorded of the question; `score` computes other scores for the tokens that were seen."""
+        """Return the recorded attention of the question to frames; `score` computes other scores for the tokens seen."""
         groups, unit = self._stage.attention, self._stream.unit
         if not self._heard:
             none, rows = torch.zeros(0, dtype=torch.long), 1 if score else len(groups)

@@ -202,7 +202,7 @@ class AsyncVideoSession:
         return self.session.report()
 
     def counters(self) -> dict[str, float]:
-        """Return figures of the KV memory."""
+        """Return figures of the stream's KV memory."""
         return self.session.counters()
 
     def clusters(self) -> dict[str, Tensor]:
@@ -212,7 +212,7 @@ class AsyncVideoSession:
 
     @property
     def frames(self) -> int:
-        """Number of frames watched."""
+        """Number of video frames watched so far."""
         return self.session.frames
 
     @property

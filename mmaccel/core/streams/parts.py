@@ -67,25 +67,25 @@ class RunningStates(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """Return the present states, for `back`."""
+        """Return the present recurrent states, for `back`."""
 
     @abstractmethod
     def back(self, mark: Any) -> None:
-        """Restore the states returned by `mark`."""
+        """Restore the recurrent states returned by `mark`."""
 
     @abstractmethod
     def crop(self, count: int) -> None:
-        """Roll back the last `count` rows, which belong to an answer."""
+        """Roll the recurrent states back by the last `count` rows, which belong to an answer."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return all states by name, to be saved."""
+        """Return all recurrent states by name, to be saved."""
 
     @abstractmethod
     def put(
         self, read: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
     ) -> None:
-        """Restore saved states; `read` returns tensors for given names, shapes and types, and its errors are raised."""
+        """Restore saved recurrent states; `read` returns tensors for given names, shapes, types, or raises."""
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

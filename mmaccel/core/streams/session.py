@@ -278,7 +278,7 @@ class VideoSession(Intake):
         return self._live.info.times[-1] if self._live is not None and self._live.info.times else 0.0
 
     def counters(self) -> dict[str, float]:
-        """Return figures of the KV memory, read between two passes of the model."""
+        """Return figures of the stream's KV memory, read between two forward passes."""
         with self._stream_adapter.turns.holding():
             return {} if self._live is None else self._live.counters()
 
@@ -318,7 +318,7 @@ class VideoSession(Intake):
         self._pins(begin, end).append((float(begin), float(end)))
 
     def unpin(self, begin: float, end: float) -> None:
-        """Undo a `pin` of the same seconds."""
+        """Undo a `pin` of the same stretch of seconds."""
         pins = self._pins(begin, end)
         if (begin, end) not in pins:
             raise ModelError(
@@ -351,7 +351,7 @@ class VideoSession(Intake):
                 before.close()
 
     def close(self) -> None:
-        """Release what the stream holds; a second call does nothing."""
+        """Close the session and release what its stream holds; a second call does nothing."""
         for one in self._standing:
             one.cancel()
         with self._stream.holding(), self._asking.holding(), self._stream_adapter.turns.holding():

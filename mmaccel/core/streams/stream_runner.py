@@ -302,7 +302,7 @@ class StreamRunner:
         return hidden
 
     def shown(self, unit: int) -> float:
-        """Return the seconds at which a unit (frame) was shown."""
+        """Return the time, in seconds of the stream, at which a unit (frame) was shown."""
         return self.info.times[self.info.spans[unit][0]]
 
     def pinned(self, unit: int) -> bool:

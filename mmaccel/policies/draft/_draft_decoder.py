@@ -156,7 +156,7 @@ class Local:
         stream: DraftStream | None = None,
         lasts: bool = False,
     ) -> None:
-        """Start a prompt, as `Remote.begin` does; it is read with the first window."""
+        """Start a prompt with the arguments of `Remote.begin`; the draft reads it with the first window."""
         self._writer.talk.runner.lasting = lasts
         warp = None if warp is None else _at(warp, inputs["input_ids"].device)
         self._unread: dict[str, Any] | None
@@ -201,7 +201,7 @@ class Local:
         return self._writer
 
     def close(self) -> None:
-        """Do nothing, as there is nothing to free."""
+        """Do nothing, as a draft in this process has nothing to free."""
 
 
 def _at(warp: Warp, device: torch.device) -> Warp:

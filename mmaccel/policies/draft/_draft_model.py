@@ -140,7 +140,7 @@ class PeerStrategy(DraftStrategy):
         return self.prune
 
     def unused(self, prompt: Prompt) -> list[str]:
-        """Return notes for the report on fields that have no effect on this prompt."""
+        """Return notes for the report on the draft's fields that have no effect on this prompt."""
         if self.kv is None or prompt.stream is not None:
             return []
         return [f"its kv {self.kv.name!r} did nothing: it is of the stream that a draft has in a session"]

@@ -107,7 +107,7 @@ class Remote(WireEnd):
         self._worker.post(BEGIN, *numbers, blob=packing(dict(inputs), _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
-        """Send which columns of the prompt to run."""
+        """Send to the draft's process which columns of the prompt to run."""
         self._worker.send(KEEP, self.number, blob=[columns.cpu().long().numpy().tobytes()])
 
     def ask(self, length: int, fix: Sequence[int], count: int) -> None:

@@ -99,7 +99,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
             self._call("close")
 
     def settle(self) -> None:
-        """Wait until the process has done all requests."""
+        """Wait until the draft's process has done all that was requested."""
         while self._out:
             message = None if self._answers else self._worker.receive(WAIT_S)
             if message is not None:
@@ -120,7 +120,7 @@ class ServedStreams:
         self._marks: dict[int, Any] = {}
 
     def hear(self, message: Message) -> None:
-        """Do what a message requests of a stream, and report that it is done."""
+        """Do what a message requests of a draft's stream, and report that it is done."""
         number, size = message.numbers
         name, given = pickle.loads(message.blob[:size], buffers=[memoryview(message.blob)[size:]])
         with beating(self._wire):

@@ -112,7 +112,7 @@ class Pace:
 
     @property
     def known(self) -> bool:
-        """Whether both step times were measured."""
+        """Whether the step times of both target and draft were measured."""
         return self.step_s > 0 and self.draft_s > 0
 
 
@@ -199,7 +199,7 @@ class Way:
         return self.judged >= KNOWN or self.answers >= ANSWERS
 
     def gain(self, window: int | None, most: int) -> float:
-        """Return the expected speed-up over plain decoding, at `window` or, if None, at the best window up to `most`."""
+        """Return the expected speed-up over plain decoding, with `window`, or if None with the best window up to `most`."""
         if not self.step_s or not self.draft_s or self.judged < 1:
             return 0.0
         figures = self.step_s, self.draft_s, self.kept / self.judged
@@ -254,7 +254,7 @@ class Shares:
         return Reading(way, chosen, f"it read {part(chosen)}: {why}")
 
     def close(self) -> None:
-        """Do nothing: there is nothing to free."""
+        """Do nothing, as there is nothing to free."""
 
 
 def part(pruner: Any) -> str:

@@ -261,7 +261,7 @@ class Index(ABC):
 
     @property
     def room(self) -> int:
-        """Number of cluster places per layer, empty ones included."""
+        """Number of places for clusters per layer, empty ones included."""
         return int(self._now.lists.size.shape[1])
 
     def summarise(
@@ -335,15 +335,15 @@ class Index(ABC):
 
     @abstractmethod
     def checkpoint(self) -> Any:
-        """Return the present state, for `restore`."""
+        """Return the index's present state, for `restore`."""
 
     @abstractmethod
     def restore(self, mark: Any) -> None:
-        """Return to the state at `checkpoint`."""
+        """Return the index to its state at `checkpoint`."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all units (frames)."""
+        """Remove all units (frames) from the index."""
 
     def owners(self) -> dict[str, Tensor]:
         """Return level name -> the cluster [L or 1, N] of each unit (frame) at each layer; empty without clusters."""
@@ -359,7 +359,7 @@ class Index(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the index into `folder`."""
+        """Write the index of frames into `folder`."""
 
     @abstractmethod
     def load(self, folder: Path, units: int) -> None:

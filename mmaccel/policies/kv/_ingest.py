@@ -79,7 +79,7 @@ class Ingested:
         self.taken, self.share = 0, 0.0
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
-        """Append keys and values [1, G, n, D] of a pass to a layer; return all of them. `units` must then count them."""
+        """Append keys and values [1, G, n, D] of a pass to a layer's buffers; return all of that layer."""
         used = self._head + self.units * self._unit
         end = used + key.shape[2]
         keys, values = (grow_buffer(side, 2, end, used=used) for side in self._sides[layer])
@@ -102,7 +102,7 @@ class Ingested:
         self.units = left
 
     def nbytes(self) -> int:
-        """Return the bytes held on the device."""
+        """Return the bytes that an ingestion holds on the device."""
         return sum(side.nbytes for pair in self._sides for side in pair)
 
 

@@ -115,7 +115,7 @@ class Prefetcher:
         return tuple((one.data_ptr(), one.shape) for one in (self._known, self._tables, self._cached))
 
     def codes(self, layer: int, entries: Tensor) -> Tensor:
-        """Return the code [n] long of the place where each unit (frame) of `entries` [n] is, for a layer."""
+        """Return codes [n] long of where (host, window, cache, prefetched) each unit (frame) of `entries` [n] is."""
         return self._tables[layer][entries]
 
     def foretell(self, layer: int, entries: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Prefetcher:
         return clusters.foretold(self._tables[layer], entries, self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
-        """Start to copy the units (frames) that `foretell` predicted for a layer."""
+        """Start to copy the units (frames) that `foretell` predicted for a layer from the host."""
         if len(wanted) > self._sizes[AHEAD]:
             self._sizes[AHEAD], self._listed = len(wanted), None
             old = self._places.pop(AHEAD, None)
@@ -201,7 +201,7 @@ class Prefetcher:
             self._crossed = count if self._crossed is None else self._crossed + count
 
     def settle(self) -> None:
-        """Update the counters; waits for the device."""
+        """Update the counters of copied and prefetched frames; waits for the device."""
         self.tally()
         if self._crossed is not None:
             self._store.crossed(int(self._crossed))
@@ -217,7 +217,7 @@ class Prefetcher:
                 self._count(one, code)
 
     def counts(self) -> dict[str, float]:
-        """Return the counters as numbers; waits for the device."""
+        """Return the counters of copied and prefetched frames as numbers; waits for the device."""
         self.settle()
         return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
 
@@ -305,7 +305,7 @@ class QueryPrediction:
         self._reached = -1
 
     def clear(self) -> None:
-        """Forget all questions."""
+        """Forget how past questions changed from layer to layer."""
         self._known.zero_()
         self._reached = -1
 
@@ -316,11 +316,11 @@ class QueryPrediction:
         return clusters.moved(rows[0], count, self._known[layer], self._before, seen)[None]
 
     def entered(self, layer: int) -> None:
-        """Record that a layer's input was given to `next`, or to a replay of it."""
+        """Record that a layer's input was given to `next`, directly or by a graph replay."""
         self._reached = layer if layer == self._reached + 1 else -1
 
     def settle(self) -> None:
-        """End the question: its changes predict the next question."""
+        """End the question: the changes that its layers made predict the next question."""
         if self._reached > 0:
             self._known[: self._reached] = self._seen[: self._reached]
         self._reached = -1

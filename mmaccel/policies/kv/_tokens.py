@@ -33,12 +33,12 @@ class Held(NamedTuple):
     column: Tensor
 
     def take(self, index: Tensor) -> Held:
-        """Return the tokens at indices `index` [k]."""
+        """Return only the kept tokens at indices `index` [k]."""
         key, value = (side.index_select(2, index) for side in (self.key, self.value))
         return Held(key, value, self.column[index])
 
     def and_then(self, other: Held) -> Held:
-        """Return these tokens followed by those of `other`."""
+        """Return these kept tokens followed by those of `other`."""
         key, value = (torch.cat(both, 2) for both in zip(self[:2], other[:2], strict=True))
         return Held(key, value, torch.cat([self.column, other.column]))
 

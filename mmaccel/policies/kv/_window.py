@@ -104,11 +104,11 @@ class Rope:
         self._size = 0
 
     def apply_(self, x: Tensor, angles: Angles) -> None:
-        """Apply RoPE in place."""
+        """Apply RoPE with `angles` to `x` in place."""
         self.model.apply_rope_(x, angles)
 
     def size(self, positions: Tensor) -> int:
-        """Return how many of the D dimensions RoPE rotates."""
+        """Return how many of the D dimensions of a head RoPE rotates."""
         self._size = self._size or self.angles(positions[..., :1])[0].shape[-1]
         return self._size
 

@@ -67,7 +67,7 @@ class VisionZip(TokenPruner):
         return (Stage(0, hidden=(0,), share=self.retention),)
 
     def counts(self, number: int, size: int) -> list[int]:
-        """Return how many tokens each of `number` frames of `size` tokens keeps."""
+        """Return how many tokens each of `number` frames with `size` tokens keeps."""
         if not self.carry:
             return [quota(self.retention, size)] * number
         return [b - a for a, b in pairwise(quota(self.retention, n * size) for n in range(number + 1))]

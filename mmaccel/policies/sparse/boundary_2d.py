@@ -138,7 +138,7 @@ class OneSided(Boundary):
 
     @property
     def patterns(self) -> Mapping[int | None, IntraPattern | None]:
-        """The pattern of each modality."""
+        """The sparse pattern of each modality (text, image, video); None: left out."""
         return {m: getattr(self, name) for m, name in MODALITIES.items()}
 
 

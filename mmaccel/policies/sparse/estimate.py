@@ -75,12 +75,12 @@ class LastQueries:
 
     @property
     def at(self) -> Tensor:
-        """Rank of each query among the keys, as in `SampleLayout`."""
+        """Rank of each sampled query among the keys, as in `SampleLayout`."""
         return self.sample.at
 
     @property
     def width(self) -> int:
-        """n, the largest number of keys."""
+        """n, the largest number of keys that a query can see."""
         return self.sample.seen.shape[1]
 
     @property
@@ -90,7 +90,7 @@ class LastQueries:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, int, bool]:
-        """The first arguments of the operators that reduce the weights."""
+        """The first arguments of the operators that reduce attention weights to sums of columns and diagonals."""
         return self.query, self.key, self.sample.row, self.at, self.total, self.width, self.pooled
 
     def weights(self) -> Iterator[Tensor]:

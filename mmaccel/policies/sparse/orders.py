@@ -130,7 +130,7 @@ class Region:
 
     @property
     def width(self) -> int:
-        """The largest number of keys, known on the host."""
+        """The largest number of keys that the region can have, known on the host."""
         return min(len(self.keys), self.layer.key.shape[2])
 
     @property
@@ -215,7 +215,7 @@ class LayerInputs:
 
     @property
     def heads(self) -> int:
-        """Number of heads to plan."""
+        """Number of query heads to plan."""
         return self.query.shape[1] if self.run is None else len(self.run.heads)
 
     @property

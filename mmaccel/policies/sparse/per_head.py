@@ -218,7 +218,7 @@ class LayerHeads(SparsePattern):
     heads: int | None = None
 
     def of(self, head: int) -> SparsePattern:
-        """Return the pattern of one head."""
+        """Return the sparse pattern of one head of this layer."""
         return self.named.get(head, self.rest)
 
     def kinds(self, heads: int) -> list[tuple[SparsePattern, list[int]]]:

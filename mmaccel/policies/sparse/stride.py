@@ -71,11 +71,11 @@ def most_keys(keys: int, low: int) -> int:
 def strided_classes(
     sample: LastQueries, keys: TokenOrder, search: Search, *, by_columns: bool, by_diagonals: bool
 ) -> Classes:
-    """Classify keys by rank modulo the best stride, with the phases of the heaviest lines.
+    """Classify keys by rank modulo the best stride, with the phases of the lines that get most attention.
 
-    The best stride is the smallest whose score is within the slack of the best. The score of a stride is the sum of its
-    heaviest class of columns and its heaviest class of diagonals, -inf if three strides do not fit in the sequence. With
-    fewer than 3 * low keys the stride is 1: one class, attended densely.
+    The best stride is the smallest whose score is within the slack of the best. The score of a stride is the sum of those of
+    its best class of columns and its best class of diagonals, -inf if three strides do not fit in the sequence. With fewer
+    than 3 * low keys the stride is 1: one class, attended densely.
     """
     layout, n, at = sample.sample, sample.width, sample.at[:, -1]
     # There is a diagonal of each distance at which the last query sees a column.
@@ -209,7 +209,7 @@ class Pairing:
 
 
 def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes:
-    """Return the classes of `frames`, with the phases of the heaviest lines."""
+    """Return the classes of `frames`, with the phases of the lines that get most attention."""
     layout, classes = sample.sample, search.most + 1
     own = frames.number[..., : sample.width]
     pairing = once(frames.memo, ("pairing", id(layout)), lambda: Pairing.of(layout, frames, search.most))

@@ -91,7 +91,7 @@ class ClusterTable:
 
     @property
     def used(self) -> int:
-        """Upper bound of the ids in use, in any layer."""
+        """Upper bound of the cluster ids in use, in any layer."""
         return max(self._used)
 
     def count(self) -> Tensor:
@@ -99,7 +99,7 @@ class ClusterTable:
         return (self.size > 0).sum(1)
 
     def reach(self, units: int) -> None:
-        """Make room for `units` units (frames)."""
+        """Make room in the table for `units` units (frames)."""
         self.owner = grow_buffer(self.owner, 1, units, fill=-1, share=1.0)
         self._units = max(self._units, units)
 
@@ -147,7 +147,7 @@ class ClusterTable:
         variance: Tensor,
         size: Tensor,
     ) -> None:
-        """Set clusters to `members`, as `fill` does, with the statistics given; none may be empty."""
+        """Set the members of clusters, as `fill` does, with the given statistics; no cluster may be empty."""
         self._note(layer, cluster)
         order = torch.argsort((members < 0).to(torch.int8), dim=1, stable=True)
         packed = members.gather(1, order)[:, : int(size.max())]
@@ -214,7 +214,7 @@ class ClusterTable:
         self._count_ids()
 
     def contents(self, layer: Tensor, cluster: Tensor) -> Tensor:
-        """Return the members [b, m] of (layer [b], cluster [b]), as wide as the largest; -1: none."""
+        """Return the members [b, m] of clusters (layer [b], cluster [b]), as wide as the largest; -1: none."""
         size = self.size[layer, cluster]
         return self.members[layer, cluster, : int(size.max()) if size.numel() else 0]
 
@@ -241,12 +241,12 @@ class ClusterTable:
         return layer, cluster
 
     def checkpoint(self) -> None:
-        """Make the present state the one to which `restore` returns."""
+        """Make the clusters' present state the one to which `restore` returns."""
         self._journal, self._marked = [], self._units
         self._noted.zero_()
 
     def restore(self) -> None:
-        """Return to the state at the last `checkpoint`."""
+        """Return the clusters to their state at the last `checkpoint`."""
         self.owner[:, self._marked :] = -1
         self._units = self._marked
         for layer, cluster, rows in reversed(self._journal):
@@ -362,7 +362,7 @@ class Matching:
         return int(cosine.argmax())
 
     def renew(self, clusters: Iterable[int]) -> None:
-        """Record that `clusters` have changed or are new; none is empty."""
+        """Record that `clusters` have changed or are new, so that later points are compared with them again."""
         self._changed.update(dict.fromkeys(clusters))
 
 

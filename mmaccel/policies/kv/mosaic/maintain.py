@@ -50,13 +50,13 @@ class Hierarchy:
         means.cut(units)
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `restore`; only one is in use at a time."""
+        """Return the clusters' present state, for `restore`; only one is in use at a time."""
         self.visual.checkpoint()
         self.semantic.checkpoint()
         return self.units, self.bounds, [list(ids) for ids in self.buffer], Counter(self.counters)
 
     def restore(self, mark: Any) -> None:
-        """Return to the state at `checkpoint`, the unit (frame) means too."""
+        """Return clusters and unit (frame) means to their state at `checkpoint`."""
         units, bounds, buffer, counters = mark
         if bounds:
             self.visual.restore()

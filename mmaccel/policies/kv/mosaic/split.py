@@ -106,7 +106,7 @@ class Bounds:
         )
 
     def first_exceeded(self, level: ClusterTable, cluster: int) -> bool:
-        """Return `exceeded` of one cluster at layer 0, faster, without tensors."""
+        """Return whether one cluster at layer 0 must be split: `exceeded`, faster, without tensors."""
         n, s2, limit = (float(row[0, cluster]) for row in (level.size, level.variance, level.limit))
         most = max(float(self._thresholds[0, min(int(n), self._thresholds.shape[1] - 1)]), limit)
         return s2 > (1.0 if n >= self.smallest else self.apart) * most or n > self.largest
@@ -207,12 +207,12 @@ class UnitMeans:
 
     @property
     def waiting(self) -> int:
-        """Number of passes that have arrived and are not added yet."""
+        """Number of passes whose unit (frame) means have arrived and are not added yet."""
         return len(self._inbox)
 
     @property
     def here(self) -> bool:
-        """Whether the first of the `waiting` passes has reached the host, and has retrieved nothing."""
+        """Whether the first of the `waiting` passes, one that retrieved nothing, has been copied to the host."""
         if not self._inbox or len(self._inbox[0][0]) > 3:
             return False
         event = self._inbox[0][1]
@@ -227,7 +227,7 @@ class UnitMeans:
         return rest[0] if rest else None
 
     def append(self, look: Tensor, key: Tensor, value: Tensor) -> None:
-        """Append new units (frames): visual feature [n, E]; mean key and value [n, L, d]."""
+        """Append the means of new units (frames): visual feature [n, E]; key and value [n, L, d]."""
         end, pinned = self.units + len(look), self._device.type == "cuda"
         for name, rows in (("_look", look), ("all_keys", key), ("_value", value)):
             held = getattr(self, name)
@@ -315,7 +315,7 @@ class UnitMeans:
         return out[:, 0].float().transpose(0, 1).flatten(1)
 
     def nbytes(self) -> int:
-        """Return the bytes held on the host."""
+        """Return the bytes that the means hold on the host."""
         return sum(one.untyped_storage().nbytes() for one in (self._look, self.all_keys, self._value))
 
 

@@ -90,7 +90,7 @@ class HostStore:
     # Units in and out.
 
     def put(self, layer: int, units: Sequence[int], key: Tensor, value: Tensor) -> list[int]:
-        """Store units (frames) of one layer: see `put_layers`."""
+        """Store units (frames) of one layer on the host: see `put_layers`."""
         return self.put_layers([layer], units, [(key, value)])
 
     @torch.no_grad()
@@ -231,7 +231,7 @@ class HostStore:
         self.written = {place: one for place, one in self.written.items() if one.units[-1] < end}
 
     def drop(self, units: Sequence[int]) -> None:
-        """Forget `units` (frames), held or not, in all layers."""
+        """Forget `units` (frames) in all layers, whether held or not."""
         self._open()
         self.table.drop([unit for unit in units if 0 <= unit < self.table.slot.shape[1]])
 
@@ -276,11 +276,11 @@ class HostStore:
         return self.slabs.entries([self._slot(layer, unit)])[0]
 
     def nbytes(self) -> int:
-        """Return the bytes held on the device."""
+        """Return the bytes that the store holds on the device."""
         return self.table.copy.nbytes
 
     def settle(self) -> None:
-        """Wait until all transfers have ended."""
+        """Wait until all transfers between host and device have ended."""
         self._open()
         self.lanes.wire.mark().sync()
 

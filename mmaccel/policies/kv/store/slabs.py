@@ -59,7 +59,7 @@ class Shape:
         return 2 * self.groups * self.tokens * self.size * self.dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
-        """Return its fields as JSON-ready values, for a saved store."""
+        """Return the shape's fields as JSON-ready values, for a saved store."""
         return {**vars(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
     def side(self, name: str, tensor: Tensor, n: int) -> Tensor:
@@ -159,15 +159,15 @@ class Slabs:
         return found
 
     def memory_bytes(self) -> int:
-        """Return the bytes of memory allocated."""
+        """Return the bytes of host memory allocated in slabs."""
         return self.in_memory * self.slab_bytes
 
     def disk_bytes(self) -> int:
-        """Return the bytes of files allocated."""
+        """Return the bytes of files allocated as slabs."""
         return len(self.files) * self.slab_bytes
 
     def close(self) -> None:
-        """Free the memory, and remove the files."""
+        """Free the slabs' memory, and remove their files."""
         self._awaited()
         self.slabs.clear()
         self.in_memory = 0

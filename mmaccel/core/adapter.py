@@ -222,7 +222,7 @@ class ModelAdapter(ABC):
         raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
 
     def check(self, model: nn.Module, recipe: Any) -> None:
-        """Raise `RecipeError` if `recipe` asks what the model cannot do (`unable`, `rollback_limit`, `first_cut`)."""
+        """Raise `RecipeError` if the model cannot do what `recipe` asks, by `unable`, `rollback_limit` and `first_cut`."""
         who, prune, draft = f"models of the family {self.name!r}", recipe.prune, recipe.draft
         asked = {
             "streams": ("kv", recipe.kv, not recipe.kv.sequences),
@@ -276,7 +276,8 @@ class ModelAdapter(ABC):
         return mask
 
     def note_of(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
-        """Return `note` (`Note`: facts of a forward pass for its layers) with what `kwargs` add; may pop these."""
+        """Return `note` (`Note`: facts of a forward pass for its layers) with facts read from the model's arguments
+        `kwargs`; may remove some of these."""
         return note
 
     def first_cut(self, model: nn.Module) -> int:
@@ -347,7 +348,7 @@ class ModelView:
         self.adapter.apply_rope_(x, angles)
 
     def runner(self) -> Runner:
-        """Return a `Runner` for one sequence on this model."""
+        """Return a `Runner`, which prefills, decodes and rolls back one sequence on this model."""
         return self.adapter.runner(self.model)
 
     def hold(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda held: True) -> Any:

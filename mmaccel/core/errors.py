@@ -115,12 +115,12 @@ def _is_number(value: object) -> bool:
 
 
 def at_least(least: float, of: str = "") -> Limit:
-    """Return a `Limit` that allows numbers >= `least`; `of` is appended to its words."""
+    """Return a `Limit` that allows numbers >= `least`; `of` is appended to its description."""
     return Limit(lambda value: _is_number(value) and value >= least, f"at least {least}{of}")
 
 
 def one_of(*choices: object, why: str = "") -> Limit:
-    """Return a `Limit` that allows the given choices; `why` is appended to its words."""
+    """Return a `Limit` that allows the given choices; `why` is appended to its description."""
     *most, last = map(repr, choices)
     return Limit(choices.__contains__, f"{', '.join(most)} or {last}{why}")
 

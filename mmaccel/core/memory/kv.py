@@ -303,9 +303,9 @@ class StreamState(KVState):
         return count
 
     def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
-        """Return after how many units (frames) question `stream_pass` is positioned (called before it runs), and whether
-        units keep their own positions: then all units, else fewer, as the units shown get consecutive positions (an upper
-        bound if not yet known)."""
+        """Return how many units (frames) come before question `stream_pass` by its positions (called before it runs), and
+        whether units keep their own positions: then all units count, else those shown, as they get consecutive positions (an
+        upper bound if not yet known)."""
         return self.units(), True
 
     def begin_ingest(self) -> None:

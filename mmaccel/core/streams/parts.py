@@ -152,7 +152,7 @@ class Around:
         return state
 
     def run_options(self, kind: str) -> dict[str, Any]:
-        """Return extra arguments of `StreamModel.run` for a pass of this kind."""
+        """Return extra arguments of `StreamModel.run` for a forward pass of `kind` ("units", "question", ...)."""
         return {}
 
     def cut(self, tokens: int) -> None:

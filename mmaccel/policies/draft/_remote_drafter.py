@@ -161,7 +161,7 @@ class Remote(WireEnd):
         return tuple(odds) if whole else None
 
     def takes_up(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the draft continues from `left` of the previous turn, as `Local.takes_up` does."""
+        """Return whether the draft can continue with prompt `ids` from `left` of the previous turn; see `Local.takes_up`."""
         fits = isinstance(left, RemoteTurn) and left.worker is self._worker
         if not fits or not follows(left.known, ids, past):
             return False
@@ -218,7 +218,7 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def bare_step_s(runner: Runner, device: torch.device | str) -> float:
-    """Return the seconds of a decode step after a very short prompt, a lower bound with any pruner."""
+    """Return the seconds of a decode step after a very short prompt; with any pruner a step takes at least that."""
     ids = torch.zeros(1, 4, dtype=torch.long, device=device)
     runner.prefill({"input_ids": ids})
     times = []

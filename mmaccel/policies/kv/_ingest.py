@@ -52,7 +52,7 @@ class Bases:
         self.every = max(low - self.window, window - spare, 1)
 
     def of(self, unit: int) -> int:
-        """Return the base, the offset subtracted from positions, for the queries of a unit (frame)."""
+        """Return the offset (base) subtracted from the positions in the pass of unit (frame) `unit`."""
         return int(self._places.at(max(0, unit - self.window)) // self.every * self.every)
 
     def same(self, unit: int, count: int) -> int:

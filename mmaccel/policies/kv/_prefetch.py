@@ -163,8 +163,8 @@ class Prefetcher:
         return ready
 
     def recall(self, layer: int, entries: Tensor) -> Tensor:
-        """Return [2, G, n * P, D] of `entries` [n] outside the window, for a pass of the stream; after `begin`. They are not
-        counted, and the cache stays that of the last question."""
+        """Return keys and values [2, G, n * P, D] of `entries` [n] outside the window, for a pass of the stream; after
+        `begin`. They are not counted, and the cache stays that of the last question."""
         out = self._store.buffer(len(entries))
         if not self._store.indexed:
             self._store.fetch(layer, entries.tolist(), out)

@@ -209,7 +209,7 @@ def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
 
 
 def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, score: Score) -> Tensor:
-    """Return the score [..., B, H, classes] of each class of lines; value [..., B, H, n]: scores of lines from `standing`.
+    """Return scores [..., B, H, classes] of classes of lines; value [..., B, H, n]: the lines' scores (from `standing`).
 
     number [B or 1, H or 1, n]: class of each line; seen [B, n]: which lines exist.
     """

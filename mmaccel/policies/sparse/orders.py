@@ -336,7 +336,7 @@ class IntraPattern(RegionPattern):
 
     @abstractmethod
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        """Return upper bounds of listed key blocks: so many for each query block, and so many more in total.
+        """Return upper bounds (each, more) of listed key blocks: `each` for every query block, plus `more` in total.
 
         gaps: keys may lie between consecutive queries; ties: several queries may have the same rank.
         """

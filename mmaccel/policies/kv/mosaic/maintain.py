@@ -147,9 +147,9 @@ class Hierarchy:
     def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
         """Assign the units (frames) that have means and no cluster to clusters, in order.
 
-        window   the last units before one that count as held on the device when it comes
+        window   the last units before a unit that count as held on the device when it comes
         retrieved  [L, n] older units that are on the device too
-        most     process at most this many times `TOGETHER` units; None: all
+        most     process at most `most` times `TOGETHER` units; None: all
         """
         have = self.means.units
         self.visual.reach(have)

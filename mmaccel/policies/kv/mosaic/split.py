@@ -129,9 +129,10 @@ def refine(
 ) -> int:
     """Bisect the clusters (layer [b], cluster [b]) that exceed their bounds until none does; return the number of splits.
 
-    vectors(layer [b], units (frames) [b, m]) returns [b, m, d]; split(layer, cluster, new) is called for each round: some
-    units of `cluster` are now in `new`. A bisection that lowers the variance by less than `gain` is not made, and the
-    cluster is not tried again until its variance has grown by a tenth; one that is too large is then cut by time.
+    vectors(layer [b], units [b, m]) returns the vectors [b, m, d] of units (frames); split(layer, cluster, new) is called
+    for each round: some units of `cluster` are now in `new`. A bisection that lowers the variance by less than `gain` is not
+    made, and the cluster is not tried again until its variance has grown by a tenth; one that is too large is then cut by
+    time.
     """
     splits = 0
     for depth in range(64):

@@ -345,7 +345,7 @@ class PositionIds:
         return torch.cat([first, self.tail(units + more, 0, count - pending)], -1)
 
     def span(self, units: int, own: bool = False) -> int:
-        """Return the largest position of `units` units (frames) and the first text token. `own`: by the units' times."""
+        """Return the largest position of `units` units (frames) and a text token after them. `own`: by the units' times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
         step = self._step(self.at(last)) if own and self._odd is not None else self._known[last]

@@ -344,8 +344,8 @@ class StreamState(KVState):
         """Use from now on the `query_time_fields` of `policy`: fields that matter only to questions."""
 
     def clusters(self) -> dict[str, Tensor]:
-        """Return, for a memory that clusters, level name -> cluster index [L or 1, N] of each entry at each layer; entries
-        are equal parts of units (frames), in order."""
+        """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters, else {}; each unit
+        (frame) has the same number of consecutive entries."""
         return {}
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:

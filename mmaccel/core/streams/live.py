@@ -206,8 +206,8 @@ class AsyncVideoSession:
         return self.session.counters()
 
     def clusters(self) -> dict[str, Tensor]:
-        """Return the clusters of a memory that has them: level name -> cluster [L or 1, N] of each entry at each layer.
-        Entries are equal parts of the steps of time in `shown`."""
+        """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters frames, else {}. Each
+        step of time in `shown` has N / len(shown) consecutive entries."""
         return self.session.clusters()
 
     @property

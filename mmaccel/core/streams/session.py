@@ -300,9 +300,9 @@ class VideoSession(Intake):
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 
     def clusters(self) -> dict[str, Tensor]:
-        """Return the clusters of a memory that has them: level name -> cluster [L or 1, N] of each entry at each layer.
+        """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters frames, else {}.
 
-        Entries are equal parts of the steps of time in `shown`.
+        Each step of time in `shown` has N / len(shown) consecutive entries.
         """
         with self._stream_adapter.turns.holding():
             return {} if self._live is None else self._live.state.clusters()

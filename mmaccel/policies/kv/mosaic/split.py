@@ -389,7 +389,7 @@ def bisect(x: Tensor, present: Tensor) -> Tensor:
 
 
 def halve(present: Tensor) -> Tensor:
-    """Return labels [B, n] that cut each set in two by its order; -1 if absent."""
+    """Return labels [B, n]: 0 for the first half of each set's points, 1 for the rest, -1 for points not `present`."""
     rank = present.cumsum(1) - 1
     return (rank >= (present.sum(1, keepdim=True) + 1) // 2).long().masked_fill(~present, -1)
 

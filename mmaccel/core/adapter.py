@@ -102,11 +102,11 @@ class Runner(ABC):
 
     def resume(self, inputs: Mapping[str, Any], past: Columns | None = None) -> None:
         """Continue from a KV cache that holds the tokens `past` and the prompt `inputs`: set positions, run nothing."""
-        raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
+        raise ModelError(f"{type(self).__name__} cannot resume from a KV cache; run the whole prompt.")
 
     def accept(self, path: Tensor) -> None:
         """Keep of the last `step` only the columns at `path` [k] (ascending), and drop its other columns."""
-        raise ModelError(f"{type(self).__name__} cannot take one branch of many; propose chains.")
+        raise ModelError(f"{type(self).__name__} cannot verify token trees; propose chains.")
 
     @abstractmethod
     def truncate(self, length: int) -> None:

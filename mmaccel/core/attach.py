@@ -124,7 +124,7 @@ class StreamModel(ABC):
 
     def run_each(self, passes: Sequence[tuple[ForwardPass, int, bool]], embeds: Tensor) -> Any:
         """Run answers of several streams as one batch (each: pass, number of rows, `hidden`; see `run`); errors by index."""
-        raise ModelError("run_each: answers of this model share no step; run them one by one.")
+        raise ModelError("run_each: this model cannot batch several answers; run them one by one.")
 
     def running(self) -> RunningStates | None:
         """Return fresh recurrent states for a stream, or None if no layer has any; they are passed to `run` as `running`."""
@@ -153,7 +153,7 @@ class StreamAdapter(StreamModel):
     def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
         """Return how at most `most` tokens after `ids` [1, S] are chosen, by `settings` of `generate`; `drafts`: a draft
         proposes some. Raises `ModelError` for an unknown setting."""
-        raise ModelError(f"{next(iter(settings))}: this model answers greedily alone; leave it out.")
+        raise ModelError(f"{next(iter(settings))}: this model decodes greedily only; leave it out.")
 
     def question(self, text: Any) -> Question:
         """Return `text` as a `Question` after the video: its token ids and their embeddings."""

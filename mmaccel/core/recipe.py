@@ -179,8 +179,8 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
         )
     if "memory" in recipe.draft.needs and prune.compact:
         raise RecipeError(
-            f"draft {recipe.draft.name!r} has no numbers for the columns of the target's memory, which prune {prune.name!r} "
-            "numbers anew with compact = True; set compact to False."
+            f"draft {recipe.draft.name!r} cannot number the columns of the target's memory, which prune {prune.name!r} "
+            "renumbers with compact = True; set compact to False."
         )
     if prune.glance is not None and recipe.draft.active:
         raise RecipeError(
@@ -200,8 +200,8 @@ def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
         )
     if prune.compact and acts.stage == "layer":
         raise RecipeError(
-            f"prune {prune.name!r} has compact = True, and kv {kv.name!r} decides where recalled tokens stand; set compact "
-            "to False."
+            f"prune {prune.name!r} has compact = True, and kv {kv.name!r} sets the positions of recalled tokens itself; set "
+            "compact to False."
         )
 
 
@@ -222,7 +222,7 @@ def stream_policy(recipe: Recipe) -> StreamPolicy:
     if draft.active and draft.pruner is not None and draft.pruner.compact:
         raise RecipeError(
             f"draft {draft.name!r} has prune {draft.pruner.name!r} with compact = True, and in a session the draft's own "
-            "memory decides where recalled tokens stand; set compact to False."
+            "memory sets the positions of recalled tokens; set compact to False."
         )
     return kv
 

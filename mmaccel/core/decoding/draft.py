@@ -280,7 +280,7 @@ def accept(
     """
     check(proposal)
     if proposal.parents is not None:
-        raise DraftError("accept judges chains; a proposal with parents is for accept_tree.")
+        raise DraftError("accept verifies chains; call accept_tree for a proposal with parents.")
     drafted = proposal.ids.to(logits.device)
     n = drafted.numel()
     rows = logits.shape[0]
@@ -326,11 +326,11 @@ def check(proposal: Proposal) -> None:
         raise DraftError(f"Proposal.parents must be [{n}] long; it is {list(parents.shape)} {parents.dtype}.")
     if parents is not None and any(not -1 <= parent < i for i, parent in enumerate(parents.tolist())):
         raise DraftError(
-            "Proposal.parents: a token stands before its parent; list parents first, -1 for the root."
+            "Proposal.parents: a token comes before its parent; list parents first, -1 for the root."
         )
     if parents is not None and q is not None:
         raise DraftError(
-            "the draft proposed a tree with probabilities (Proposal.q); choose children without chance, and leave q out."
+            "the draft proposed a tree with probabilities (Proposal.q); choose children without sampling, and leave q out."
         )
     if q is not None and (q.ndim != 2 or q.shape[0] != n):
         raise DraftError(f"Proposal.q must be [{n}, V], a row for each token; it is {list(q.shape)}.")

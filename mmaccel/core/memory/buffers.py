@@ -95,7 +95,7 @@ class UnitRows:
         (gap,) = checkpoint_io.numbers([told.get("gap", 0)], "index: gap", units + 1)
         old = checkpoint_io.numbers(told.get("old", []), "index: old", units)
         if old != sorted(set(old)) or len(old) > units - gap:
-            raise ModelError("index: old units cannot be; the file is damaged.")
+            raise ModelError("index: old does not fit the stream; the file is damaged.")
         self.old, self.gap = torch.tensor(old, dtype=torch.long), gap
         return units - gap
 

@@ -104,11 +104,11 @@ class KVState(ABC):
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values [B, G, capacity, D] of each layer, with room for `room` more columns after those held. Only
         for a memory that is `in_place`: callers write new columns there instead of calling `append`, then call `wrote`."""
-        raise ModelError(f"{type(self).__name__} is not written in place.")
+        raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     def wrote(self, count: int) -> None:
         """Record that `count` new columns were written into the `buffers` of all layers, after those held."""
-        raise ModelError(f"{type(self).__name__} is not written in place.")
+        raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     follows: ClassVar[bool] = False
     """Whether it is a part of the recipe's own memory, so that a pruner has been at work."""
@@ -358,7 +358,7 @@ class StreamState(KVState):
         """Return the features [w, P, E] of frames that `merge` holds back, merged as of now; a question sees them last."""
 
     def accept(self, keep: int | Tensor) -> None:
-        raise ModelError("kv: this memory rolls back by truncate; use a draft that proposes chains.")
+        raise ModelError("kv: this memory cannot verify token trees; use a draft that proposes chains.")
 
     def reorder(self, rows: Tensor) -> None:
         raise ModelError("kv: a stream is one sequence; ask without beams.")

@@ -110,7 +110,7 @@ class Context:
         returns the arguments for some columns; `states` are recurrent layers, which are refused."""
         if states:
             raise ModelError(
-                "context_mesh: layers with a running state take rows in turn; leave it out for this model."
+                "context_mesh: recurrent layers cannot split a sequence over processes; leave it out for this model."
             )
 
         @wraps(forward)
@@ -118,7 +118,7 @@ class Context:
             given: ForwardPass = kwargs.pop(PASS)
             if kwargs.get("output_attentions"):
                 raise ModelError(
-                    "output_attentions: no process has all the weights under context_mesh; leave it out."
+                    "output_attentions: under context_mesh no process has all attention weights; leave it out."
                 )
             rows = given.layout.length - given.start
             sizes = self.sizes(rows) if given.prefill and rows >= MIN_ROWS else None
@@ -180,7 +180,7 @@ class SharedState(KVState):
         return sum(map(sum, self.pieces))
 
     def accept(self, keep: int | Tensor) -> None:
-        raise ModelError("context_mesh: tokens to verify have no place in a shared memory; leave draft out.")
+        raise ModelError("context_mesh: a split KV cache cannot verify drafts; leave draft out.")
 
     def truncate(self, length: int) -> None:
         left, pieces = length, list[Sizes]()

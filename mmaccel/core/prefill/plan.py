@@ -246,7 +246,7 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
     for name, size in (("batch", B), ("heads", H), ("n_query", n), ("n_key", key.shape[2])):
         if (planned := getattr(plan, name)) != size:
             raise RecipeError(
-                f"sparse {who!r}: the plan's {name} is {planned}, and the layer's is {size}; make it of its tensors."
+                f"sparse {who!r}: the plan's {name} is {planned}, and the layer's is {size}; plan from its tensors."
             )
     served = [0] * H
     for part in plan.parts:

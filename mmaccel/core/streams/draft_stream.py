@@ -73,7 +73,7 @@ class LocalDraftStream(DraftStream):
     def read(self, deadline: Deadline | None = None) -> QuestionRunner:
         """Run the question that was asked; return its runner, valid until `done`. Raises `Ended` at the deadline."""
         if self._live is None or self._asked is None:
-            raise ModelError("the draft has seen no frame, or was asked nothing.")
+            raise ModelError("the draft has watched no frame, or has no question.")
         self._live.around = self._guided or Around()
         return self._question.enter_context(asked(self._live, *self._asked, weigh=False, deadline=deadline))
 

@@ -154,7 +154,7 @@ class PassState(StreamState):
     def _keep_path(self, start: int, path: Tensor) -> None:
         """At each layer, of the columns of a question and its answer from `start` on, keep those at `path` [k] ascending,
         on the device, counted from there."""
-        raise ModelError("kv: this memory takes no trees; use a draft that proposes chains.")
+        raise ModelError("kv: this memory cannot verify token trees; use a draft that proposes chains.")
 
     def _after(self, units: int, extra: int, stream_pass: StreamPass, own: bool) -> Tensor:
         """[n] or [3, n]: where the rows of a question or an answer stand, behind `units` units and `extra` of its columns.

@@ -155,7 +155,7 @@ class FullState(LayeredState):
         found = []
         for layer, held in enumerate(self._buffers):
             if held is None or self._counts[layer] != self._counts[0]:
-                raise ModelError("kv: a prompt must have gone through all layers before a step is laid out.")
+                raise ModelError("kv: buffers need a prompt that has run through all layers; run one first.")
             count = self._counts[layer]
             key, value = (grow_buffer(buffer, 2, count + room, used=count) for buffer in held)
             self._buffers[layer] = key, value

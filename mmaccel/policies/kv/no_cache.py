@@ -118,7 +118,7 @@ class _Frames(FrameMemory):
         return Full().stream(*self._parts)
 
     def begin_pass(self, *_: Any, **named: Any) -> Any:
-        raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")
+        raise ModelError("kv: a memory of frames runs no pass itself; run the memory that it opens.")
 
     end_pass = append = view = begin_pass
 

@@ -144,8 +144,8 @@ class WindowState(LayeredState):
         seen = max(self._sinks, length - self._window + 1)
         if held is not None and seen < min(held.edge, length):
             raise ModelError(
-                f"kv: the last {self._counts[layer] - length} columns cannot be taken back, for keys that the next query "
-                f"would see have gone; raise margin, which is {self._margin}."
+                f"kv: the last {self._counts[layer] - length} columns cannot be rolled back, as keys that the next "
+                f"query would see have been evicted; raise margin, which is {self._margin}."
             )
 
     def _cut(self, layer: int, length: int) -> None:

@@ -263,7 +263,7 @@ class ModelAdapter(ABC):
         """Return layer -> window size, in columns with the query's own, of the layers with sliding-window attention."""
         return {}
 
-    def whole(self, model: nn.Module) -> frozenset[int]:
+    def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
         """Return the layers in which tokens of one image attend to each other in both directions."""
         return frozenset()
 
@@ -271,7 +271,7 @@ class ModelAdapter(ABC):
         """Return the `KVState` of all layers; `state(n)` opens the recipe's KV memory for n layers."""
         return state(view.geometry.layers)
 
-    def branches(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
+    def tree_mask(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
         """Return the plain model's mask argument for a token tree at `positions` [1, n]; additive `mask` [1, 1, n, N]."""
         return mask
 
@@ -288,7 +288,7 @@ class ModelAdapter(ABC):
         """Return the token ids that visual features replace in a prompt."""
         return ()
 
-    def text_peer(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+    def text_only(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         """Return a causal language model without vision (`model`, or loaded as by `load` if it is a name) and its adapter.
         None if `model` is another kind of model; raises `ModelError` if it cannot roll back."""
         return None
@@ -375,10 +375,10 @@ class ModelView:
         model = unwrapped(model)
         return ModelView(model, self.resolve(model), self.resolve)
 
-    def text_peer(self, model: str | nn.Module) -> ModelView | None:
+    def text_only(self, model: str | nn.Module) -> ModelView | None:
         """Return the view (see `peer`) of a causal language model without vision; None if `model` is of another kind."""
         given = self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model)
-        found = self.adapter.text_peer(given, self.model)
+        found = self.adapter.text_only(given, self.model)
         if found is None:
             return None
         if isinstance(model, str):

@@ -56,7 +56,7 @@ class StreamModel(ABC):
     ready: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda state, running: None)
     """Before the first token of an answer on a memory: what a step of it does when it comes for the first time."""
     left_out: int | None = None
-    """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
+    """Tokens of each unit (frame) that `features` and `position_ids` leave out for a pruner of frames; None without one."""
 
     @cached_property
     def attention(self) -> AttentionConfig:
@@ -94,7 +94,7 @@ class StreamModel(ABC):
         """Return the `Question` for `text`, asked after the video; a model that reads one fixed prompt ignores `text`."""
 
     @abstractmethod
-    def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
+    def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         """Return the rotary positions of a stream of frames of `size` (height, width) at `fps`, or None if unknown."""
 
     @abstractmethod
@@ -126,7 +126,7 @@ class StreamModel(ABC):
         """Run answers of several streams as one batch (each: pass, number of rows, `hidden`; see `run`); errors by index."""
         raise ModelError("run_each: this model cannot batch several answers; run them one by one.")
 
-    def running(self) -> RunningStates | None:
+    def new_running_states(self) -> RunningStates | None:
         """Return fresh recurrent states for a stream, or None if no layer has any; they are passed to `run` as `running`."""
         return None
 

@@ -182,7 +182,7 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
             f"draft {recipe.draft.name!r} cannot number the columns of the target's memory, which prune {prune.name!r} "
             "renumbers with compact = True; set compact to False."
         )
-    if prune.glance is not None and recipe.draft.active:
+    if prune.scoring_layer is not None and recipe.draft.active:
         raise RecipeError(
             f"prune {prune.name!r} chooses what each decoded token sees by the one before it, so that no window of draft "
             f"{recipe.draft.name!r} can be verified at once; set its forget to 0, or draft to {DEFAULTS['draft']!r}."

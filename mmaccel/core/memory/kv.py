@@ -302,7 +302,7 @@ class StreamState(KVState):
         """Return how many of `count` units (frames) from number `first` on may go in one pass, at least 1."""
         return count
 
-    def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
+    def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
         """Return how many units (frames) come before question `stream_pass` by its positions (called before it runs), and
         whether units keep their own positions: then all units count, else those shown, as they get consecutive positions (an
         upper bound if not yet known)."""
@@ -369,7 +369,7 @@ class StreamState(KVState):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPolicy(KVPolicy):
-    """A KV memory for an endless video stream; `stream` opens it. Budgets are fields in frames.
+    """A KV memory for an endless video stream; `open_stream` opens it. Budgets are fields in frames.
     needs    "hidden": the hidden states entering each layer (`ahead`); "look": the units' mean visual features;
              "proxy": passes of kind "proxy" after each chunk
     clip     units in one forward pass; None leaves it to the session
@@ -393,7 +393,7 @@ class StreamPolicy(KVPolicy):
         return self
 
     @abstractmethod
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         """Return a new KV memory for one video stream; raises `RecipeError` for fields that do not fit the stream."""

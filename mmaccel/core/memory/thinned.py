@@ -57,7 +57,7 @@ class PrunedKVState(KVState):
             self.kept[part:] = [held] * (len(self.kept) - part)
         at = self.pruner.candidates(layout)
         self._visual.append(at.numel())
-        if self.pruner.glance is not None:
+        if self.pruner.scoring_layer is not None:
             self._watched = at
 
     def part_of(self, layer: int) -> int:
@@ -97,7 +97,7 @@ class PrunedKVState(KVState):
         view = self._parts[part].view(layer - self.starts[part], query)
         if self._watched is None or query.shape[2] > 1 or self._seen <= self.prompt:
             return view
-        if layer == self.pruner.glance:
+        if layer == self.pruner.scoring_layer:
             if view.column is None and view.window is None:
                 self.recall(query, view.key)
             else:
@@ -106,7 +106,7 @@ class PrunedKVState(KVState):
                 if view.window is not None:
                     line = line[(column < view.sinks) | (column > column[-1] - view.window)]
                 self.recall(query, view.key.index_select(2, line), column[line])
-        elif self._shown is not None and layer > (self.pruner.glance or 0):
+        elif self._shown is not None and layer > (self.pruner.scoring_layer or 0):
             prompt, end = self.size(part, self.prompt), self.size(part, self._seen)
             columns = torch.cat([self._shown, torch.arange(prompt, end, device=self._shown.device)])
             held = columns
@@ -118,7 +118,7 @@ class PrunedKVState(KVState):
         return view
 
     def recall(self, query: Tensor, key: Tensor, column: Tensor | None = None) -> Tensor | None:
-        """Return [n] ascending: the prompt columns that a decoded token sees after layer `glance`, by its attention there,
+        """Return [n] ascending: the prompt columns that a decoded token sees after `scoring_layer`, by its attention there,
         with `query` [1, H, 1, D] over `key` [1, G, N, D], its own included; None: all. `column` [N], ascending: which
         columns the keys are if the memory has evicted some; only these, and shares of these, are chosen."""
         if self._watched is None:

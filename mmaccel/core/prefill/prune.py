@@ -166,14 +166,14 @@ class TokenPruner(Policy, ABC, kind="prune"):
         )
 
     @property
-    def glance(self) -> int | None:
+    def scoring_layer(self) -> int | None:
         """The layer whose attention chooses the video tokens that a decoded token sees in later layers; None: all."""
         return None
 
     def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         """Return the cached visual columns that a decoded token sees: [n] long, ascending, out of `columns` [m].
 
-        attention [m]: the token's attention to them at layer `glance`, averaged over heads. before [m]: the same at the
+        attention [m]: the token's attention to them at `scoring_layer`, averaged over heads. before [m]: the same at the
         previous step, or None at the first. None: keep the last choice.
         """
         return None

@@ -187,7 +187,7 @@ class Local:
                 self._unread = None
             return self._writer.write(*self._asked)
 
-    def takes_up(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
+    def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
         """Return whether the draft can continue from `left` of the previous turn with prompt `ids` [S], after `past`."""
         if not (isinstance(left, DraftDecoder) and left.talk.goes_on(ids, past)):
             return False

@@ -160,8 +160,8 @@ class Remote(WireEnd):
         whole = at == len(blob) and len(odds) in (0, len(ids))
         return tuple(odds) if whole else None
 
-    def takes_up(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the draft can continue with prompt `ids` from `left` of the previous turn; see `Local.takes_up`."""
+    def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
+        """Return whether the draft can continue with prompt `ids` from `left` of the previous turn; see `Local`."""
         fits = isinstance(left, RemoteTurn) and left.worker is self._worker
         if not fits or not follows(left.known, ids, past):
             return False

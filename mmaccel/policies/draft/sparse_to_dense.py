@@ -80,7 +80,7 @@ class _Memory(FullState):
         self._counts = list(self._chosen)
 
     def follow(self, dense: KVState, length: int) -> None:
-        """After verification, replace what was drafted by the dense columns from the prompt's end to `length`."""
+        """After verification, replace the drafted columns by those of `dense` state from the prompt's end to `length`."""
         for layer in range(len(self._buffers)):
             view, lacks = dense.view(layer, torch.empty(0)), dense.lacks(layer)
             new = slice(self._prompt - lacks, length - lacks)

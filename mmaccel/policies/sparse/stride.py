@@ -120,11 +120,11 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """Classes by the index of each token in its frame; from the layout alone.
+    """Classes of the keys by their index within their frame, modulo a stride; from the layout alone.
 
-    number [B, 1, N], stride [B, 1, 1]; fits [B]: which sequences they serve, those with 3 * low tokens, a frame, and no
-    class of more than 1 / low of the tokens. whole: they serve all; some: they serve any; most_keys: the most tokens of a
-    class; widest: the largest stride. memo: cache of derived values.
+    number [B, 1, N], stride [B, 1, 1]; fits [B]: the sequences with these classes, which have at least 3 * low keys and one
+    frame, and at most 1 / low of the keys in any class. whole: all sequences fit; some: any does; most_keys: the most keys
+    of a class; widest: the largest stride. memo: cache of derived values.
     """
 
     number: Tensor
@@ -166,8 +166,7 @@ class Frames:
 
 
 def by_class(number: Tensor, most: int) -> Tensor:
-    """Return the indices that sort tokens [..., n] by (class, rank); `number` are their classes, those from `most` on are
-    last.
+    """Return the indices that sort tokens [..., n] by (class, rank); `number` are their classes, those >= `most` come last.
 
     Sorting costs time per bit of the numbers: 16-bit ones take a quarter of the launches.
     """

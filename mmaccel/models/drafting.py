@@ -1,4 +1,4 @@
-"""`generate` in our loop, with a draft or with captured steps: transformers prepares the call, the loop runs it."""
+"""`generate` with our decoding loop, for drafts and captured steps: transformers prepares the call, our loop runs it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from mmaccel.models.signals import Listener
 
 
 def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False) -> Any:
-    """Run the model's own `generate` up to its decoding loop, and there our own; one beam. `lasts`: another turn may follow,
-    for the caller has the cache.
+    """Run the model's own `generate` up to its decoding loop, and our loop in its place; no beam search. `lasts`: the caller
+    keeps the cache, so another turn may follow.
 
-    The sequences of a batch, or the several of one prompt, are prepared one after the other, without their padding, and
-    decoded in `lockstep`, each as it would be alone, with its own cache and random numbers (no `past_key_values` come back).
-    What follows an answer's end is the padding token, 0 where the model has none.
+    Sequences of a batch (or several of one prompt) are prepared one by one without padding and decoded in `lockstep`, each
+    as if alone, with its own cache and random numbers; no `past_key_values` is returned. After an answer's end follows the
+    padding token, or 0 if the model has none.
     """
     _read_stop_strings(attachment, kwargs)
     begun: list[_Sequence] = []

@@ -1,4 +1,4 @@
-"""The memory of a model some of whose layers see a window alone: the recipe's for the others, windows for these."""
+"""The KV memory of a model that has sliding-window layers: a window for these, the recipe's KV policy for the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ layer lets go as soon as it has been attended to."""
 
 
 class SlidingState(KVState):
-    """Memories of all columns and of the last ones, each for some of the layers of one batch of sequences."""
+    """A `KVState` that combines one for full-attention layers with one for each sliding-window size."""
 
     def __init__(
         self, view: ModelView, own: Sequence[int], windows: Mapping[int, int], state: Callable[[int], KVState]

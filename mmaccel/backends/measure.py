@@ -47,7 +47,7 @@ class Line:
 
     @classmethod
     def through(cls, short: tuple[float, float], long: tuple[float, float]) -> Line:
-        """The line through two points (work, seconds); through 0 and the longer one if the shorter took longer."""
+        """Fit a cost line through two points (work, seconds); through 0 and the longer one if the shorter took longer."""
         (less, early), (more, late) = short, long
         each = (late - early) / (more - less)
         if each <= 0:
@@ -73,17 +73,17 @@ class Costs:
     host: float = 0.0
 
     def planned(self, attention: float, tokens: float) -> float:
-        """Seconds of a layer: its plan for `tokens` tokens is made, then its attention takes `attention` seconds."""
+        """Predicted seconds of a layer: planning for `tokens` tokens, then sparse attention of `attention` seconds."""
         return max(self.host, attention + self.planning(tokens))
 
     def scaled(self, factor: float) -> Costs:
-        """The costs for heads `factor` times as large, scaled proportionally."""
+        """These attention costs, scaled proportionally to heads `factor` times as large."""
         sparse = {name: replace(line, each=line.each * factor) for name, line in self.sparse.items()}
         return replace(self, dense=replace(self.dense, each=self.dense.each * factor), sparse=sparse)
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Costs:
-        """Rebuild costs from the dictionary that `asdict` makes of them."""
+        """Rebuild a `Costs` from the dictionary that `asdict` makes of it."""
         sparse = {name: Line(**line) for name, line in found["sparse"].items()}
         dense, planning = Line(**found["dense"]), Line(**found["planning"])
         return cls(dense, sparse, planning, dict(found["untried"]), float(found["host"]))

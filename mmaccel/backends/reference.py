@@ -61,7 +61,7 @@ class _Layout:
 
     @classmethod
     def of(cls, part: Part, rows: list[Tensor], B: int, heads: int, M: int, block_k: int) -> _Layout:
-        """The keys of all spans side by side; `rows` of each span."""
+        """Concatenate the keys of all spans, whose rows in the key tensor are `rows`."""
         lead, spans = B * heads, part.spans
 
         def laid(tensors: list[Tensor]) -> Tensor:
@@ -78,7 +78,7 @@ class _Layout:
         return cls(k_row, k_pos, q_pos, lo, hi, bias, q_row, part.sinks, part.edge)
 
     def seen(self, head: Tensor, m: Tensor, blocks: Tensor, span: Tensor, kind: Tensor) -> Tensor:
-        """[T, block_q or 1, E, block_k]: pairs seen, of query blocks m [T] and their listed blocks [T, E], -1 for none."""
+        """Mask [T, block_q or 1, E, block_k] of query blocks m [T] with their listed key blocks [T, E], -1 for none."""
         h, m = head[:, None], m[:, None]
         here = (self.k_row[h, blocks] >= 0) | (kind == FULL)[..., None]
         seen = (here & (blocks >= 0)[..., None])[:, None]
@@ -107,7 +107,7 @@ class _Lists:
     kind: Tensor
 
     def of(self, tiles: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries ``first .. first + count - 1`` of tiles [T]: block (-1 past a list's end), span, kind, each [T, count]."""
+        """List entries ``first .. first + count - 1`` of tiles [T]: block (-1 past the end), span, kind, each [T, count]."""
         entry = first + torch.arange(count, device=tiles.device)
         where = self.offset[tiles][:, None] + entry
         inside = where < self.offset[tiles + 1][:, None]

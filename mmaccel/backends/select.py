@@ -62,7 +62,7 @@ class Choice:
         return sparse < self.costs.dense(causal)
 
     def describe(self) -> str:
-        """The backend and the reason for it, in one sentence."""
+        """The chosen backend and the reason for it, in one sentence."""
         return f"{self.backend} ({self.why})"
 
 
@@ -185,7 +185,7 @@ class Store(Generic[Kept]):
         return len(self._all())
 
     def get(self, key: str) -> Kept | None:
-        """The entry under `key`; None if there is none or it cannot be read."""
+        """The measured costs stored under `key`; None if there are none or they cannot be read."""
         try:
             found: Kept = self._of(self._all()[key])
             return found
@@ -193,7 +193,7 @@ class Store(Generic[Kept]):
             return None
 
     def put(self, key: str, costs: Kept) -> None:
-        """Store `costs` under `key`; does nothing if the file cannot be written."""
+        """Store measured costs under `key`; does nothing if the file cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             whole = {**self._all(), key: asdict(costs)}  # type: ignore[call-overload]

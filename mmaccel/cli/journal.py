@@ -139,12 +139,12 @@ class Keeper:
         self.shift: float | None = None if point is None else point.shift
 
     def is_due(self) -> bool:
-        """Whether it is time for the next save."""
+        """Whether it is time for the next periodic save of the session."""
         wait = max(self._every, 10 * self._cost)
         return self._folder is not None and self._every > 0 and time.monotonic() - self._last >= wait
 
     def now_and_then(self) -> None:
-        """Save if it is time; a failed save prints a line and is retried later."""
+        """Save the session if it is time; a failed save prints a line and is retried later."""
         if not self.is_due():
             return
         begun = time.monotonic()

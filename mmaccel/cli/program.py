@@ -35,9 +35,9 @@ class _Signal:
         self._acted = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt, or have the shield raise it when it ends; do nothing soon after the last time.
+        """Signal handler: raise KeyboardInterrupt, at once or when the shield ends; ignore a signal soon after the last.
 
-        Python swallows what is raised in a `__del__` or in some callbacks: the next SIGTERM has to act too.
+        Python swallows exceptions raised in `__del__` and some callbacks, so the next SIGTERM has to act too.
         """
         now = time.monotonic()
         if self.came and now - self._acted < AGAIN_S:

@@ -132,7 +132,7 @@ class Typed:
             self._lines.put(None)
 
     def read(self, waits: bool = False) -> Iterator[str]:
-        """Yield lines typed since the last call; with `waits` also those typed from now on, until the input ends."""
+        """Yield questions typed since the last call; with `waits` also those typed from now on, until the input ends."""
         while not self._over and (waits or not self._lines.empty()):
             line = self._lines.get()
             self._over = line is None

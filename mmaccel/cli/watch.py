@@ -282,7 +282,7 @@ class Watching:
         self.uneven = Log()
 
     def shift(self, first: Video) -> float:
-        """Seconds added to the source's times, so that it follows a saved session; `first` is its first clip."""
+        """Seconds to add to the source's times, so that the video follows the saved session; `first` is its first clip."""
         start = float(first.clock[0])
         return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
 

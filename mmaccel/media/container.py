@@ -283,7 +283,7 @@ class Source(AbstractContextManager["Source"]):
             self.gap = FOREVER
 
     def length(self, frame: av.VideoFrame) -> float:
-        """Seconds for which the frame is shown."""
+        """Seconds for which a video frame is shown."""
         if frame.duration:
             return float(frame.duration * self._unit)
         return 1.0 / self.rate if self.rate else 0.04

@@ -66,7 +66,7 @@ class Pixels:
             raise VideoError(f"resample={self.resample} is not supported: choose one of {MODES}.")
 
     def updated(self, settings: Mapping[str, Any]) -> Pixels:
-        """A copy with the fields that `settings` names; unknown and null entries are ignored.
+        """A copy of the settings, changed by those in `settings`; unknown and null entries are ignored.
 
         `min_pixels` and `max_pixels`, from older checkpoints, set the edges of `size`.
         """
@@ -79,7 +79,7 @@ class Pixels:
         return replace(self, **{**changes, "size": {k: v for k, v in size.items() if v is not None}})
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a JSON-ready mapping, without those that are None."""
+        """The settings as a JSON-ready mapping, without those that are None."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 

@@ -106,7 +106,7 @@ class Log:
         self._events.append(Event(kind, time, seconds))
 
     def give(self, until: float = math.inf) -> tuple[Event, ...]:
-        """Remove and return the events up to `until` seconds, ordered by time."""
+        """Remove and return the logged events up to `until` seconds, ordered by time."""
         given = [one for one in self._events if one.time <= until]
         self._events, self._last = [one for one in self._events if one.time > until], {}
         return tuple(sorted(given, key=lambda one: one.time))

@@ -223,7 +223,7 @@ class _Reading:
         return self.follow or is_url(self.path) or self.format is not None
 
     def run(self, queue: FrameQueue) -> None:
-        """All of the thread: frames, then what ended them, into the queue."""
+        """Body of the reading thread: put frames, and then the error or end, into the queue."""
         taken = 0
         try:
             with ExitStack() as stack:
@@ -346,8 +346,8 @@ class Clips(Iterator[Video]):
         raise end
 
     def close(self) -> None:
-        """Stop reading, within a second; a second call does nothing. If a URL sends nothing, its reading thread ends only
-        when data comes or `timeout` is over."""
+        """Stop reading the video, within a second; a second call does nothing. If a URL sends nothing, its reading thread
+        ends only when data comes or `timeout` is over."""
         self._reading.source, self._end = None, StopIteration()
         self._queue.close()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:

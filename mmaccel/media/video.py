@@ -94,12 +94,12 @@ class Video:
         return int(self.frames.shape[0])
 
     def at(self, which: slice | Sequence[int] | Tensor) -> Video:
-        """Select frames by a slice or a list of numbers, with their times; `fps`, `duration` and `events` are unchanged."""
+        """Select frames of the video by a slice or list of numbers, with their times; other fields are unchanged."""
         chosen = which if isinstance(which, slice) else torch.as_tensor(which)
         return replace(self, frames=self.frames[chosen], times=self.times[chosen], clock=self.clock[chosen])
 
     def cut(self, start: int, stop: int) -> Video:
-        """Frames `start` up to `stop`; the video itself if these are all."""
+        """Frames `start` up to `stop` of the video; the video itself if these are all."""
         return self if start == 0 and stop == len(self) else self.at(slice(start, stop))
 
 
@@ -116,7 +116,7 @@ class Picture:
         self.shrunk_from: tuple[int, int] | None = None
 
     def shape(self, height: int, width: int) -> tuple[int, int]:
-        """The (height, width) that a frame of this size is scaled to."""
+        """The (height, width) that a frame of `height` x `width` pixels is scaled to."""
         if self.size is not None:
             return self.size
         if self.max_side is None or max(height, width) <= self.max_side:

@@ -308,7 +308,7 @@ class _Sequence:
             self._turn.leave(self.cache, self._careful.left, heard)
 
     def end(self) -> None:
-        """Leave cache and meter as others expect them, however the decoding ended; a second call does nothing."""
+        """Finish the cache and the metrics of this sequence, however decoding ended; a second call does nothing."""
         if self._over:
             return
         self._over = True
@@ -323,11 +323,11 @@ class _Sequence:
             self._streamer.end()
 
     def logits(self) -> Tensor:
-        """[n, V] float32: the target's logits of each token generated."""
+        """Raw logits of the target for each generated token, [n, V] float32."""
         return torch.cat(self.rows or [])
 
     def scores(self) -> Tensor:
-        """[n, V] float32: these logits, processed and warped."""
+        """Logits of each generated token after logits processors, [n, V] float32."""
         return torch.cat(self._scores or [])
 
 

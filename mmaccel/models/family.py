@@ -217,7 +217,7 @@ class Family(ModelFamily):
         return model.get_output_embeddings()(hidden)  # type: ignore[operator, no-any-return]
 
     def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
-        """Token grids of the images and of the videos of a prompt, each list in order of appearance over the batch."""
+        """Token grids (`Grid`) of a prompt's images and of its videos, each list in order of appearance over the batch."""
         raise self._lacks("how its visual tokens are laid out")
 
     def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:

@@ -29,7 +29,7 @@ class ModuleFingerprint:
         return self._look(modules)[1] == self._mark
 
     def hooked(self) -> bool:
-        """Whether any of the modules has a forward hook that must run."""
+        """Whether any module of the snapshot has a forward hook that must run."""
         return hooked(self._all)
 
     def _look(self, roots: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:

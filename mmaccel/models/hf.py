@@ -107,7 +107,7 @@ class Attachment(Attaching):
             self.multimodal.__dict__["rope_deltas"] = before
 
     def cache(self) -> KVCache:
-        """Open a new cache with the recipe's KV policy."""
+        """Open a new KV cache with the recipe's KV policy."""
         cache: KVCache = cache_of(self.model, self.family, self.owner.open_state())
         self.opened(cache.state, cache)
         return cache

@@ -87,12 +87,12 @@ class Hooks(ExitStack):
                 self.put(module, "config", own)
 
     def before(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
-        """Register a forward pre-hook that also gets keyword arguments."""
+        """Register a forward pre-hook that also gets keyword arguments, removed on close."""
         self.callback(_unregister, hook, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
         module.register_forward_pre_hook(hook, with_kwargs=True, **options)
 
     def after(self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
-        """Register a forward hook."""
+        """Register a forward hook, removed on close."""
         self.callback(_unregister, hook, module._forward_hooks, module._forward_hooks_with_kwargs)
         module.register_forward_hook(hook, with_kwargs=with_kwargs)
 

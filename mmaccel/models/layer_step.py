@@ -63,7 +63,7 @@ class _Step:
             self.gate_up = weight, bias
 
     def finish(self, x: Rows, attended: Tensor) -> Rows:
-        """The layer's output for its input rows x [R, E] and their attention [R, H * D]."""
+        """Output projection and MLP of a decoder layer, from input rows x [R, E] and attention output [R, H * D]."""
         if self.mixed is not None:
             rows = _added(attended, self.out, x.rows, None, self.ends[0]).rows
             normed = layer_ops.rms_norm(rows, self.between.weight, self.between.variance_epsilon)

@@ -23,7 +23,7 @@ class PackedPass:
 
     @classmethod
     def of(cls, run: ForwardPass, packed: Tensor) -> PackedPass:
-        """Split `run`, the pass of a batch, where the sequence number `packed` [B, S] of its tokens changes."""
+        """Split `run`, a batch's forward pass, at changes of the sequence number `packed` [B, S] of its tokens."""
         runs = []
         for b, row in enumerate(packed):
             begin = 0

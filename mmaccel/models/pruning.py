@@ -86,7 +86,7 @@ class Pruning:
                     hooks.before(layer, Entering(index, self._enter))
 
     def forward(self, run: ForwardPass, kwargs: dict[str, Any], go: Go) -> Any:
-        """Run the text model on new tokens, dropping pruned ones; `go` runs the unpruned forward."""
+        """Run the text model on new tokens, dropping those that the pruner rejects; `go` runs the unpruned forward."""
         state = run.state
         if state is not None and state.follows and run.start:
             return go(run, kwargs)

@@ -62,7 +62,7 @@ class Recurrent(LinearAttentionLayer):
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the seat, after so many columns
 
     def sit(self, seats: Seats, layer: int, number: int) -> None:
-        """Move the state into slot `number` of `seats`, as its layer `layer`."""
+        """Move this layer's recurrent state into slot `number` of `seats`, as layer `layer` there."""
         self.leave()
         self.seats, self._seat, self._base = seats, (layer, number), self.length
         self._sat = self.length
@@ -76,7 +76,7 @@ class Recurrent(LinearAttentionLayer):
         self._copies = [(self._base, state.clone())]
 
     def enter(self, count: int) -> tuple[int, int, int, int]:
-        """Announce a step of `count` rows; returns start, base, upto and slot, the arguments `told` of `delta_rows`."""
+        """Announce a decode step of `count` rows; returns (start, base, upto, slot), the argument `told` of `delta_rows`."""
         start, base, self._base = self.length, self._base, max(self._base, self.length - self._lag)
         if self._base - self._copies[-1][0] > REACH:
             self._copies = [self._copies[-1], (base, self._room()[1].clone())]
@@ -84,14 +84,14 @@ class Recurrent(LinearAttentionLayer):
         return start, base, self._base, self._seat[1]
 
     def broke_off(self, length: int) -> None:
-        """Restore the last copy of the state after a step failed that began at `length` tokens."""
+        """Restore the last copy of the recurrent state after a decode step failed that began at `length` tokens."""
         self.length = length
         if self.seats is not None:
             self._base, kept = self._copies[-1]  # made before the step ran
             self._room()[1].copy_(kept)
 
     def leave(self) -> None:
-        """Give up the slot, if any, after applying all rows of the journal to the state."""
+        """Give up the slot, if any, after applying all journal rows to the recurrent state."""
         if self.seats is None:
             return
         journal, state = self._room()
@@ -114,7 +114,7 @@ class Recurrent(LinearAttentionLayer):
         return torch.arange(self.length - count, self.length, device=journal.device) % len(journal)
 
     def note(self, rows: Tensor) -> None:
-        """Record the input `rows` [B, n, E] of the layer, for later rollbacks."""
+        """Record the input `rows` [B, n, E] of the recurrent layer, for later rollbacks."""
         count = rows.shape[1]
         if self._again:
             return
@@ -135,7 +135,7 @@ class Recurrent(LinearAttentionLayer):
         return self.conv_states[0].clone(), self.recurrent_states[0].clone()  # type: ignore[union-attr]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Roll back by that many tokens; raises `ModelError` if no checkpoint is old enough."""
+        """Roll the recurrent state back by that many tokens; raises `ModelError` if no checkpoint is old enough."""
         length = self.length - abs(int(tokens_to_remove))
         if length == self.length:
             return
@@ -171,7 +171,7 @@ class Recurrent(LinearAttentionLayer):
                 self._again = False
 
     def mark(self) -> tuple[int, tuple[Tensor, Tensor] | None]:
-        """A copy of the state, to which `back` can return at any later time."""
+        """A copy of the recurrent state, to which `back` can return at any later time."""
         return self.length, self._copied()
 
     def back(self, mark: tuple[int, tuple[Tensor, Tensor] | None]) -> None:
@@ -214,7 +214,7 @@ class Seats:
         self.owners = list[Callable[[], Any]]()  # of each seat the sequence's first layer, or None
 
     def of(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
-        """The row `told` of `delta_rows` for a step of `count` rows; the sequence of these layers gets a slot if needed."""
+        """The row `told` of `delta_rows` for a decode step of `count` rows of one sequence, which gets a slot if needed."""
         held = [one() for one in self.owners]
         number = held.index(layers[0]) if layers[0] in held else None
         if number is None or any(one.seats is not self for one in layers):
@@ -227,7 +227,7 @@ class Seats:
         return told
 
     def each(self) -> list[tuple[Tensor, Tensor]]:
-        """The (journals, states) of each layer."""
+        """(Journals, recurrent states) of all slots, for each layer."""
         return list(zip(self.journals, self.states, strict=True))
 
     @torch.inference_mode(False)

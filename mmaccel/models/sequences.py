@@ -55,7 +55,7 @@ class DraftTurn:
         return held if isinstance(held, DraftTurn) and held.choice == choice else DraftTurn(choice)
 
     def take(self) -> Any:
-        """Take out the stored state for one call; a concurrent call finds none."""
+        """Take out the draft's stored state for one call; a concurrent call finds none."""
         left, self.left = self.left, None
         return left
 

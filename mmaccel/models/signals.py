@@ -226,7 +226,7 @@ class Listener(Probe):
         return states[left if held is None else torch.searchsorted(held, left)]
 
     def close(self) -> None:
-        """End of the prompt: raises `ModelError` if the pruner has not received its signals."""
+        """Called at the end of the prompt: raises `ModelError` if the pruner has not received its signals."""
         if not self.done:
             with self._failing():
                 raise ModelError(f"prune {self.pruner.name!r} received nothing from the target's prefill.")
@@ -294,7 +294,7 @@ class VisionProbe:
             caught.append(self.tower.look(args[0] if args else kwargs["hidden_states"], kwargs))
 
     def take(self, layout: TokenLayout) -> dict[str, Tensor]:
-        """Return and clear `vision_attention` [S] and `vision_key` [S, D] of the last encoded prompt (one sequence)."""
+        """Return and clear the last prompt's `vision_attention` [S] and `vision_key` [S, D] from the vision tower."""
         tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None
         for kind, name in PIXELS.items():

@@ -113,7 +113,7 @@ class StreamSteps:
         self._seats = Seats(states) if states else None
 
     def forget(self) -> None:
-        """Forget the check of the layers, as a pass comes that is no answer; the next `serves` checks again."""
+        """Invalidate the check of the layers, as the next pass is no answer; the next `serves` checks them again."""
         self._sure, self._sides, self._lie = False, [], ()
 
     def run(

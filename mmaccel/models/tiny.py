@@ -65,7 +65,7 @@ class Sampler:
         self.family, self.kind = family, kind
 
     def config(self, layers: int | None = None, hidden: int | None = None) -> Any:
-        """A tiny config, optionally with this number of layers and hidden size."""
+        """Config of a tiny model, optionally with this number of layers and hidden size."""
         form: Any = self.kind.config_class
         if form.model_type not in self.family.tiny:
             raise ModelError(

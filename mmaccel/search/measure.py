@@ -143,7 +143,7 @@ class Bench:
         return pattern.plan(self.inside.query, self.inside.key, layout, layout)
 
     def attend(self, plan: AttentionPlan | None) -> Tensor:
-        """Attention output [1, H, S, D] by `plan`; dense if None."""
+        """Attention output [1, H, S, D] of this layer under `plan`; dense attention if None."""
         if plan is None:
             return self.dense(None)
         one = self.inside
@@ -151,7 +151,7 @@ class Bench:
         return attend_plan(plan, one.query, one.key, one.value, one.scale, kernel)[0]
 
     def dense(self, modality: int | None) -> Tensor:
-        """Dense attention output [1, H, S, D] over the keys of one modality; None: over all."""
+        """Dense attention output [1, H, S, D] of this layer over the keys of one modality; None: over all keys."""
         if modality not in self._dense:
             one, column = self.inside, None
             key, value = one.key, one.value
@@ -172,7 +172,7 @@ class Bench:
         return relative_error(out[0], self.dense(slot.key)[0], rows), self.kept(plan)
 
     def cost(self, pattern: Mapping[str, Any], target: Mapping[str, Any], repeats: int = 3) -> dict[str, Any]:
-        """Cost of `pattern` for all heads, and of the pattern `target` measured beside it.
+        """Cost of the candidate `pattern` for all heads of this layer, and of the pattern `target` measured beside it.
 
         seconds, target_seconds  attention, minimum of `repeats` alternating runs, so that disturbances hit both; None for no
                                  repeats
@@ -201,7 +201,7 @@ class Bench:
         }
 
     def kept(self, plan: AttentionPlan | None) -> Tensor:
-        """Share of causal pairs that the plan lists, [H] float64."""
+        """Share of causal query-key pairs that the plan lists, [H] float64."""
         length = self.inside.layout.length
         if plan is None:
             return torch.ones(self.heads, dtype=torch.float64)

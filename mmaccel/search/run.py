@@ -251,7 +251,7 @@ class SearchProgress(Rows):
             )
 
     def all(self, key: str) -> list[Any]:
-        """Values of `key` in all rows that have it, in order."""
+        """Values of `key` in all stored rows that have it, in order."""
         return [row[key] for row in self.rows if key in row]
 
     def layers(self) -> dict[int, dict[str, Any]]:

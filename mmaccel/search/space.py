@@ -135,11 +135,11 @@ class Scale:
     extended: bool = False
 
     def tokens(self, count: float) -> int:
-        """A budget of Table 3, scaled to this context, in tokens."""
+        """A token budget of MMInference's Table 3, scaled to this context length."""
         return max(1, round(count * min(1.0, self.context / LONG)))
 
     def window(self, count: int) -> int:
-        """A window of Table 3, scaled to this context and rounded to whole frames (at 64k and above unchanged)."""
+        """A window of MMInference's Table 3, scaled to this context and rounded to whole frames (unchanged from 64k on)."""
         tokens = self.tokens(count)
         if self.context >= LONG or not self.frame:
             return tokens
@@ -275,7 +275,7 @@ def _next(tried: Mapping[int, float], row: Row) -> int | None:
 
 
 def merged(candidates: Collection[Candidate]) -> list[Candidate]:
-    """Merge candidates with equal patterns into one that lists all their rows."""
+    """Merge candidate patterns that are equal into one that lists all their rows of Table 3."""
     known: dict[str, Candidate] = {}
     for one in candidates:
         first = known.setdefault(key(one.pattern), one)
@@ -300,7 +300,7 @@ class Ledger:
         return ratio
 
     def share(self, pattern: Mapping[str, Any]) -> float:
-        """The share of causal pairs that a measured pattern lists."""
+        """The share of causal query-key pairs that a measured pattern lists."""
         share: float = self.rows[key(pattern)]["share"]
         return share
 

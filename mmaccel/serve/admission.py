@@ -35,13 +35,13 @@ class Promise:
 
     @property
     def rate(self) -> float:
-        """Frames per second to plan for: the promised or the observed rate, whichever is higher."""
+        """Frames per second to plan for a stream: the promised or the observed rate, whichever is higher."""
         if not self.calls or (span := monotonic() - self.calls[0][0]) < SPAN_S:
             return self.fps
         return max(self.fps, (self.calls[-1][1] - self.calls[0][1]) / span)
 
     def grown(self) -> float:
-        """Bytes per frame since the first measurement (memory grows by slabs of many frames)."""
+        """Memory growth of a stream in bytes per frame, since the first measurement (stores grow by slabs of frames)."""
         first, last = self.first or self.last, self.last
         return max(0, last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
 
@@ -68,7 +68,7 @@ class Admission:
             self._longest[promise.recipe] = promise
 
     def busy(self, promise: Promise) -> float:
-        """Predicted compute seconds per second for a stream's frames."""
+        """Predicted seconds of compute that a stream's frames take per second."""
         costs = self._costs[promise.recipe]
         return promise.rate * sum(seconds for seconds, _ in costs) / max(1, sum(new for _, new in costs))
 

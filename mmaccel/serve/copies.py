@@ -36,7 +36,7 @@ class Copies:
 
     @contextmanager
     def under(self, name: str, recipe: Recipe, deadline: Deadline) -> Iterator[Accelerated]:
-        """Borrow a copy under the recipe `name` for one call. Raises `Ended` if none is free by the deadline."""
+        """Borrow a model copy under the recipe `name` for one call. Raises `Ended` if none is free by the deadline."""
         idle, draft = self._idle[name], recipe.draft
         most = 1 if getattr(draft, "process", False) else self._most
         fast = None
@@ -71,7 +71,7 @@ class Copies:
         return accelerate(sharing(self._still), recipe)
 
     def close(self) -> None:
-        """Detach the recipes from all idle copies."""
+        """Detach the recipes from all idle copies of the model."""
         for idle in self._idle.values():
             while not idle.empty():
                 idle.get().detach()

@@ -113,7 +113,7 @@ class Engine:
         return chosen
 
     def streams(self) -> list[str]:
-        """Names of the recipes that support streams."""
+        """Names of the server's recipes that support video streams."""
         found = []
         for name, recipe in self.recipes.items():
             try:

@@ -63,7 +63,7 @@ class Client:
         self._request, self._checked = request, time.monotonic()
 
     async def wait(self, work: Awaitable[Done]) -> Done:
-        """Await `work` and return its result; if the client disconnects, cancels it and raises `Refused`."""
+        """Await `work` and return its result; if the HTTP client disconnects, cancels it and raises `Refused`."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():

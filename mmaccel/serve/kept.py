@@ -66,12 +66,12 @@ class Kept:
         self.counters: dict[str, float] = {}
 
     async def count(self) -> dict[str, float]:
-        """Update and return `counters`; runs in a thread, as it waits for the end of a forward pass."""
+        """Read the stream's `counters` anew and return them; in a thread, since it waits for a running forward pass."""
         self.counters = await threaded(self.session.counters)
         return self.counters
 
     def told(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
-        """JSON-ready evidence, highest attention first, each with a thumbnail as a data URL if `pictures`."""
+        """Evidence frames, JSON-ready, highest attention first; each with a thumbnail as data URL if `pictures`."""
         order = sorted(found, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))[:EVIDENCE]
         told = [asdict(one) for one in order]
         for one in told if pictures else ():
@@ -97,7 +97,7 @@ class KeptVideos:
 
     @asynccontextmanager
     async def open(self, key: Hashable, make: Callable[[], Awaitable[Kept]]) -> AsyncIterator[Kept]:
-        """The cached stream of `key`, created by `make` if missing; concurrent requests for it wait for the same one."""
+        """The cached video stream of `key`, created by `make` if missing; concurrent requests wait for the same one."""
         kept = await self._kept(key, make)
         kept.users += 1
         try:
@@ -133,7 +133,7 @@ class KeptVideos:
         return {key: one.result() for key, one in self._videos.items() if one.done() and not one.cancelled()}
 
     def bytes(self) -> int:
-        """Bytes that all cached videos hold."""
+        """Bytes that all cached videos hold in memory and on disk."""
         return sum(one.bytes() for one in self._whole().values())
 
     async def shrink(self, most: int) -> int:

@@ -46,7 +46,7 @@ class Message(Strict):
     name: str | None = None
 
     def parts(self) -> list[Text | ImagePart | VideoPart]:
-        """The content as a list of parts, in order."""
+        """The message's content as a list of parts, in order."""
         return [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 

@@ -121,7 +121,7 @@ class SharedStreams(Streams):
         return self._live / name / SESSION if "." in name else super().folder(name, caller)
 
     async def bring(self, number: str, caller: str | None) -> None:
-        """Load the stream from the shared folder, unless the copy here is up to date."""
+        """Load a stream from the shared folder, unless the copy on this replica is up to date."""
         if not NUMBER.fullmatch(f"{router.prefix}/{number}") or await self._is_here(number):
             return
         async with self._lock(number):  # a save of ours ends first

@@ -118,7 +118,7 @@ class Talk:
         self._writing, self._dropped = asyncio.Lock(), 0
 
     async def listen(self) -> None:
-        """Handle messages until the client disconnects."""
+        """Handle the client's WebSocket messages until it disconnects."""
         await self._send("event", name="ready", **_brief(self._stream))
         watching = asyncio.create_task(self._watch())
         self._answers[""] = watching  # under a name that no question has
@@ -221,7 +221,7 @@ class Talk:
                 await self._socket.send_json({"type": kind, **fields})
 
     async def close(self) -> None:
-        """Cancel running answers and standing questions."""
+        """Cancel running answers and standing questions of this connection."""
         for standing in self._standing.values():
             standing.cancel()
         tasks = list(self._answers.values())

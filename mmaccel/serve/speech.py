@@ -65,7 +65,7 @@ class Speech:
         self._decode, self._put, self._deadline, self._prompt = decode, put, deadline, True
 
     def put(self, value: Tensor) -> None:
-        """Receive the prompt's ids first, then new ids [1] or [1, n]."""
+        """Receive token ids from `generate`: first the prompt's, then new ones [1] or [1, n]."""
         if not self._prompt:
             self.ids += value.flatten().tolist()
             self._say(False)

@@ -58,7 +58,7 @@ class Stream:
 
     @asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:
-        """Context in which the stream is not closed for being idle."""
+        """Context in which a stream is not closed for being idle."""
         self.busy += 1
         try:
             yield
@@ -171,7 +171,7 @@ class Streams:
         return made
 
     async def close(self, stream: Stream, forget: bool = False) -> None:
-        """Cancel the stream's calls and release its memory; with `forget`, also delete its saved state."""
+        """Cancel the stream's calls and release its memory. `forget`: replicas also delete the state that they share."""
         if self._open.pop(stream.id, None) is not None:
             self.admission.end(stream.promise)
             await stream.session.close()
@@ -189,7 +189,7 @@ class Streams:
         return self.engine.settings.saves / caller / name
 
     async def take(self, stream: Stream, asked: FramesRequest) -> int:
-        """Take in frames or a video; returns the number of frames."""
+        """Take frames or a video into a stream; returns the number of frames."""
         if bool(asked.frames) == (asked.video_url is not None):
             raise ModelError("frames: give frames or a video_url, one of the two.")
         if asked.times is not None and len(asked.times) != len(asked.frames):
@@ -214,7 +214,7 @@ class Streams:
     async def watch(
         self, stream: Stream, pieces: Sequence[str | bytes], times: list[float] | None, fps: float | None
     ) -> int:
-        """Take in encoded frames (bytes or base64); returns their number."""
+        """Take encoded frames (bytes or base64) into a stream; returns their number."""
         session, deadline = stream.session, Deadline(self.limits.seconds)
 
         def read() -> Tensor:
@@ -247,7 +247,7 @@ class Streams:
 
     @asynccontextmanager
     async def asking(self, stream: Stream, asked: AskRequest) -> AsyncIterator[AsyncReply]:
-        """Context of the reply to a question; leaving it cancels the answer."""
+        """Context that asks a stream a question and yields the reply; leaving it cancels the answer."""
         limits = self.limits
         if len(asked.question) > limits.text:
             raise Refused(413, f"question: it has more than {limits.text} characters; write less.")
@@ -319,7 +319,7 @@ async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> 
 
 @router.get("/{number}")
 async def look(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """State of the stream, and its clusters over time."""
+    """State of a stream, and its clusters over time."""
     return await facts(streams.get(number, asks))
 
 
@@ -386,7 +386,7 @@ async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) 
 
 @router.delete("/{number}")
 async def close(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """Close the stream."""
+    """Close a stream and forget it; what was saved under a name stays."""
     await streams.close(streams.get(number, asks), forget=True)
     return {"id": number, "deleted": True}
 

@@ -67,7 +67,7 @@ class Setup(NamedTuple):
 
     @classmethod
     def of(cls, part: Part, n: int, block_q: int, block_k: int, rows: int) -> Setup:
-        """The setup for `part` and a query of `n` rows."""
+        """The setup of a flash-attn call for `part` and a query of `n` rows."""
         plain = all(span.lists.index is None for span in part.spans)
         tiles = Tiles.of(block_q, block_k, plain)
         P = part.q_row.shape[-1]
@@ -96,7 +96,7 @@ class Setup(NamedTuple):
 
     @property
     def lists(self) -> list[BlockLists]:
-        """The block lists of all spans."""
+        """The `BlockLists` of all key spans."""
         return [span.of.lists for span in self.spans]
 
     def tests(self, blocks: tuple[int, int]) -> list[Tensor]:

@@ -23,7 +23,7 @@ NEVER = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes in queries and keys; how many blocks are `joined` into a tile, or tiles a block is `cut` into, per axis."""
+    """Tile sizes in queries and keys; for each axis how many blocks form a tile (`joined`), or tiles a block (`cut`)."""
 
     queries: int
     keys: int
@@ -32,7 +32,7 @@ class Tiles:
 
     @classmethod
     def of(cls, block_q: int, block_k: int, plain: bool) -> Tiles:
-        """Full tiles of `TILE` if all lists are `plain` runs of blocks; else each block is one tile or several."""
+        """Choose tile sizes: `TILE` x `TILE` if all lists are `plain` runs of blocks; else a block is one or more tiles."""
         queries, keys = (TILE if plain else min(block, TILE) for block in (block_q, block_k))
         joined = max(queries // block_q, 1), max(keys // block_k, 1)
         return cls(queries, keys, joined, (max(block_q // queries, 1), max(block_k // keys, 1)))
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
     @property
     def keys(self) -> int | None:
-        """Number of keys, if all are at their own position and later ones are absent; None if that is not known."""
+        """Number of keys of the span, if each is at its own position and later ones are absent; None if not known."""
         return self.of.ordered if self.of.ranks else None
 
 

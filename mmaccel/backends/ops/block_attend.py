@@ -66,31 +66,31 @@ class BlockLists:
 
     @property
     def blocks(self) -> int:
-        """M, the number of query blocks."""
+        """Number of query blocks, M."""
         return self.row.shape[2]
 
     @property
     def heads(self) -> int:
-        """Number of heads with lists of their own; 1 if all heads share them."""
+        """Number of heads that have block lists of their own; 1 if all heads share them."""
         return max(self.row.shape[1], self.kind.shape[1])
 
     @property
     def count(self) -> Tensor:
-        """Number of key blocks in each list, [b, h, M]."""
+        """Number of key blocks in each query block's list, [b, h, M]."""
         return self.row[..., COUNT]
 
     @property
     def entries(self) -> Tensor:
-        """The index as a tensor for operators: empty if it is None."""
+        """The index tensor of key blocks in the form that operators take: empty instead of None."""
         return self.row.new_empty(0, dtype=torch.int32) if self.index is None else self.index
 
     def of(self, heads: slice) -> BlockLists:
-        """The lists of a slice of heads."""
+        """The block lists of a slice of heads."""
         row, kind = (t[:, heads] if t.shape[1] > 1 else t for t in (self.row, self.kind))
         return BlockLists(row, self.index, kind)
 
     def to(self, device: torch.device | str) -> BlockLists:
-        """The same lists on `device`."""
+        """Copy the block lists to `device`."""
         index = None if self.index is None else self.index.to(device)
         return BlockLists(self.row.to(device), index, self.kind.to(device))
 
@@ -99,7 +99,7 @@ class BlockLists:
         return b, h, self.blocks
 
     def table(self) -> Tensor:
-        """Dense form [b, h, M, key blocks] int8: the kind of each listed block, -1 elsewhere. No host synchronization."""
+        """Dense form [b, h, M, key blocks] int8 of block lists: the kind of each listed block, else -1. No host sync."""
         b, h, m = self._lead()
         blocks = self.kind.shape[-1]
         begin, count, head, tail, shift = (t[..., None] for t in self.row.expand(b, h, m, 5).unbind(-1))
@@ -118,7 +118,7 @@ class BlockLists:
         return found.scatter_(-1, block, own)[..., :-1]
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Concatenated form: offsets [b, h, M + 1], and block and kind of each entry. Synchronizes with the device."""
+        """Concatenate the block lists: offsets [b, h, M + 1], block and kind of each entry. Synchronizes with the host."""
         b, h, m = self._lead()
         n = self.kind.shape[-1]
         begin, count, head, tail, shift = self.row.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)
@@ -167,7 +167,7 @@ class KeySpan:
     value: Tensor | None = None
 
     def to(self, device: torch.device | str, moved: dict[int, Tensor] | None = None) -> KeySpan:
-        """Copy the span to `device`. Spans given the same dict `moved` (id -> copy) share copies of keys and values."""
+        """Copy the key span to `device`. Spans given the same dict `moved` (id -> copy) share copies of keys and values."""
         moved = {} if moved is None else moved
         for own in (self.key, self.value):
             if own is not None and id(own) not in moved:
@@ -187,7 +187,7 @@ class HeadRange(NamedTuple):
 
     @classmethod
     def of(cls, heads: Sequence[int], group: int) -> HeadRange:
-        """The smallest range that contains `heads`, where `group` query heads share a key/value head."""
+        """The smallest range of heads that contains `heads`, where `group` query heads share a key/value head."""
         first, last = min(heads), max(heads)
         if first // group != last // group:
             first, last = first // group * group, last // group * group + group - 1
@@ -198,7 +198,7 @@ class HeadRange(NamedTuple):
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Indices of `heads` within the range."""
+        """Indices of the wanted heads within the range of heads."""
         return tuple(head - self.first for head in self.heads)
 
 
@@ -229,24 +229,24 @@ class Part:
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def of(self, heads: int) -> slice:
-        """Slice of the `heads` query heads that this part applies to."""
+        """Slice of the `heads` query heads that this part of an attention plan applies to."""
         some = self.head_range
         return slice(0, heads) if some is None else slice(some.first, some.past)
 
     def to(self, device: torch.device | str, moved: dict[int, Tensor] | None = None) -> Part:
-        """Copy the part to `device`; `moved` as in `KeySpan.to`."""
+        """Copy this part of an attention plan to `device`; `moved` as in `KeySpan.to`."""
         moved = {} if moved is None else moved
         spans = tuple(span.to(device, moved) for span in self.spans)
         return replace(self, q_row=self.q_row.to(device), spans=spans)
 
     @property
     def extra(self) -> bool:
-        """Whether the part needs a key bias, keys of a span's own, or a row window, which not all backends support."""
+        """Whether this plan part needs a key bias, keys of a span's own, or a row window; not all backends support these."""
         own = any(span.bias is not None or span.key is not None for span in self.spans)
         return own or self.edge is not None
 
     def first(self, rows: int) -> Part:
-        """This part without query rows >= `rows`; cached."""
+        """This part of an attention plan, restricted to query rows < `rows`; cached."""
 
         def cut() -> Part:
             ordered, all_rows = (None if n is None else min(n, rows) for n in (self.ordered, self.all_rows))
@@ -256,7 +256,7 @@ class Part:
         return remember(self.memo, ("first", rows), cut)
 
     def pack(self) -> tuple[Tensor, list[Tensor | None], list[int]]:
-        """Flatten the part to `q_row`, tensors and integers, as `block_attend` takes them."""
+        """Flatten this plan part to `q_row`, a list of tensors and a list of integers, as `block_attend` takes them."""
 
         def flat() -> tuple[list[Tensor | None], list[int]]:
             tensors: list[Tensor | None] = []
@@ -274,7 +274,7 @@ class Part:
 
     @staticmethod
     def unpack(q_row: Tensor, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Part:
-        """Rebuild the part from the results of `pack`, for all heads of the tensors it is used with."""
+        """Rebuild a plan part from the results of `pack`, for all heads of the tensors it is used with."""
         known: list[Any] = [None if n == UNKNOWN else n for n in numbers]
         spans = []
         for s in range((len(numbers) - 4) // 6):

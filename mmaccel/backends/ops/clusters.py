@@ -61,7 +61,7 @@ class Late(NamedTuple):
     entries: int
 
     def numbers(self) -> Tensor:
-        """Indices of these entries, [entries], ascending."""
+        """Indices of the last `entries` entries of the stream, ascending."""
         return self.units * self.parts - self.entries + torch.arange(self.entries, device=self.units.device)
 
 
@@ -102,8 +102,8 @@ def scored_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Te
 
 @operator("stream", serves=_few)
 def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
-    """Whether better-scored visual clusters already hold `limit` entries, [R, V] bool; False for the best `fewest` clusters.
-    score [R, V], size [V]; empty clusters rank last."""
+    """Which visual clusters are beyond the budget, [R, V] bool: better-scored ones already hold `limit` entries. False for
+    the best `fewest` clusters. score [R, V], size [V]; empty clusters rank last."""
     order = score.masked_fill(size == 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     held = size[order]
     before = held.cumsum(1) - held

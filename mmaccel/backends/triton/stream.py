@@ -408,7 +408,7 @@ def scored_by_words(key, words, size, cosine):
 
 
 def outside(score, size, limit, fewest):
-    """Launch `ops.clusters.outside`: whether better-scored clusters already hold `limit` entries, [R, V]."""
+    """Launch `ops.clusters.outside`: which visual clusters are beyond a budget of `limit` entries, [R, V]."""
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:

@@ -397,7 +397,7 @@ class Work:
 
     @property
     def items(self) -> int:
-        """Maximum number of programs."""
+        """Maximum number of Triton programs that the pieces of work need."""
         return len(self.item)
 
     @classmethod
@@ -412,9 +412,9 @@ class Work:
         places: int,
         chunk: int | None = None,
     ) -> Work:
-        """Split into pieces of at most `chunk` blocks. By default a piece is at most 1 / WAVES of the work of one of
-        `places` resident programs, with at most MOST_PIECES per row, as the number of listed blocks is unknown on the host.
-        counts: per span [1 or B, 1 or lists, M]; tiles: per row; longest: most blocks of a row."""
+        """Split long block lists into pieces of at most `chunk` blocks. By default a piece is at most 1 / WAVES of the work
+        of one of `places` resident programs, with at most MOST_PIECES per row, as the host does not know how many blocks are
+        listed. counts: per span [1 or B, 1 or lists, M]; tiles: per row; longest: most blocks of a row."""
         rows, device, even = B * lists * M, counts[0].device, WAVES * places
         spare, programs = even // tiles, min(triton.cdiv(longest, LEAST_CHUNK), MOST_PIECES)
         if chunk is not None:

@@ -150,7 +150,7 @@ def chosen_kernel(
 
 
 def strongest(columns, diagonals, last, vertical, slash):
-    """Launch `ops.lines.strongest`: indices of the highest-scoring columns and diagonals, ascending, by radix select."""
+    """Launch `ops.lines.strongest`: the key columns and diagonals of highest score, ascending, by radix select."""
     B, H, n = columns.shape
     vertical, slash = min(vertical, n), min(slash, n)
     columns, diagonals, last = columns.contiguous(), diagonals.contiguous(), last.contiguous()
@@ -358,7 +358,7 @@ def turned_kernel(
     line_at, line_row, line_place, dense_row, dense_at, P, N, V, E, C, H, room, steps,
     VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `ops.lines.turned_classes`: (class, position) order of one head. No class has 2 ** `steps` keys."""
+    """Kernel of `ops.lines.turned_classes` (strided pattern), for one head. No residue class has 2 ** `steps` keys."""
     head = tl.program_id(1).to(tl.int64)
     b = head // H
     q_begin += b * (C + 1)
@@ -408,8 +408,8 @@ def turned_kernel(
 
 
 def turned_classes(order, phases, room, wide, columns, rows):
-    """Launch `ops.lines.turned_classes`: (class, position) order of queries and keys of each head of a grid; a program
-    places `TURNED` rows."""
+    """Launch `ops.lines.turned_classes`: sort queries and keys of each head by residue class modulo the stride, then
+    position; a program places `TURNED` rows."""
     (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     _, B, P = queries.shape
     N, H = keys.shape[2], line.shape[1]

@@ -293,7 +293,7 @@ def paired(row: Tensor) -> Tensor:
     """Join the lists of each two neighbouring query blocks, [b, h, ceil(M / 2), 5], where lists [b, h, M, 5] are runs of
     blocks.
 
-    Blocks that only one of them reaches are masked, so that no pair of the other passes.
+    Blocks listed by only one of the two are masked pair by pair, so that the other one's queries do not see them.
     """
     b, h, M, _ = row.shape
     pairs = -(-M // 2)

@@ -45,8 +45,8 @@ Buffers = list[tuple[Tensor, Tensor]]
 
 def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) -> bool:
     """Whether decode steps of `model` on `cache` can be captured as CUDA graphs. Needed are: CUDA devices (or device types
-    in `also`), one for each layer and one for embedding and head; layers that `fingerprint.known` accepts, without foreign
-    modules or hooks; and a KV cache written in place."""
+    in `also`), one for each layer and one for embedding and head; layers that `fingerprint.known` accepts, without
+    foreign modules or hooks; and a KV cache written in place."""
     from transformers import DynamicCache
 
     kinds = {(p.device.type, p.dtype) for p in model.parameters()}

@@ -83,8 +83,8 @@ class StreamSteps:
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
     def serves(self, rows: Tensor, again: bool = False) -> bool:
-        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.known` accepts, on their device, no
-        hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
+        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.known` accepts, on their device,
+        no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
         self._sure = self._sure and again
         if len(rows) > WIDTHS[-1] or self._sure:
             return len(rows) <= WIDTHS[-1]

@@ -103,14 +103,14 @@ class Mmaccel(lmms):
 
     def loglikelihood(self, requests: list[Instance]) -> Any:
         raise ModelError(
-            "likelihoods are not compared; take the task's generating form (egoschema for egoschema_mcppl)."
+            "tasks by likelihood are not supported; take the task that generates (egoschema for egoschema_mcppl)."
         )
 
     def _answer(self, task: str, turn: Any, options: Mapping[str, Any]) -> tuple[str, Report]:
         from lmms_eval.protocol import ChatMessages
 
         if options.get("num_beams", 1) != 1:
-            raise ModelError(f"{task}: num_beams: beams are not searched; set it to 1 by --gen_kwargs.")
+            raise ModelError(f"{task}: num_beams: beam search is not supported; set it to 1 by --gen_kwargs.")
         given = ChatMessages(messages=turn).messages
         chat = [
             {"role": one.role, "content": [self._piece(task, part) for part in one.content]} for one in given

@@ -197,7 +197,7 @@ def certify(
     first = int(differ[0])
     if first == 0:
         raise MmaccelError(
-            "the first token comes from the prompt's pass, which no window touches; look for another cause."
+            "the first token comes from the prefill, which no draft changes; look for another cause of the difference."
         )
     before = plain[:first]
     rows = min(window, first)

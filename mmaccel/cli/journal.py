@@ -203,6 +203,6 @@ class Keeper:
             if not self._told:
                 self._told = True
                 remark(
-                    f"without a journal, which cannot be written beside {folder} ({outside.reason(error)}): a watch that is "
-                    "killed cannot be gone on with."
+                    f"without a journal, which cannot be written beside {folder} ({outside.reason(error)}), a killed watch "
+                    "cannot be continued."
                 )

@@ -47,7 +47,7 @@ def reads(model: nn.Module) -> bool:
         return False
     if getattr(kind, "_is_stateful", False):
         raise ModelError(
-            f"model type {config.model_type!r} keeps a running state and cannot roll back; give a language model with "
-            "attention alone."
+            f"model type {config.model_type!r} has a recurrent state and cannot roll back; give a language model "
+            "with attention alone."
         )
     return True

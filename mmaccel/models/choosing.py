@@ -74,7 +74,7 @@ def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], 
     for one in processors if drafts else ():
         if (field := STATEFUL.get(type(one).__name__)) is not None:
             raise ModelError(
-                f"{field}: it remembers tokens, of which a draft takes some back; leave one of both out."
+                f"{field}: it keeps state for each token, and a draft's tokens may be rejected; leave it or the draft out."
             )
     sample = found["generation_config"].do_sample
     warp = Sampling(processors, sample) if sample or processors else None

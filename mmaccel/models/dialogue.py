@@ -28,13 +28,15 @@ def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
     """
     (messages, images, videos), *others = conversations(question, None, None)
     if videos or others:
-        raise ModelError("question: it shows a video, or is several; ask one question on the stream's own.")
+        raise ModelError(
+            "question: it holds a video, or is several questions; ask one question about the stream."
+        )
     system = [piece for one in messages if one.get("role") == "system" for piece in one["content"]]
     turns = [one for one in messages if one.get("role") != "system"]
     roles = [one.get("role") for one in turns]
     if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise ModelError(
-            f"question: its turns are of {roles}; give those of user and assistant in turn, the last of the user."
+            f"question: its turns are of {roles}; give messages of user and assistant in turn, the last of the user."
         )
     last = turns[-1]["content"]
     check_question("".join(piece.get("text", "") for piece in last))

@@ -116,9 +116,7 @@ def _sequences(
         seat = attachment.owner.seat
         return [(kwargs, None if seat is None or seat.alone else seat.generator)]
     if kwargs.get("streamer") is not None:
-        raise DraftError(
-            "streamer: a streamer is shown one sequence; give prompts one by one, or leave it out."
-        )
+        raise DraftError("streamer: a streamer takes one sequence; give prompts one by one, or leave it out.")
     cache = kwargs.pop("past_key_values", None)
     if cache is not None and (cache.get_seq_length() or getattr(cache, "state", None) is None):
         raise DraftError(
@@ -203,8 +201,8 @@ class _Sequence:
         for processor in (logits_processor or ()) if draft.active else ():
             if (field := STATEFUL.get(type(processor).__name__)) is not None:
                 raise DraftError(
-                    f"{field}: it goes by the tokens asked about before, and draft {draft.name!r} asks about some that "
-                    "are taken back; leave one of both out."
+                    f"{field}: it keeps state for each token, and tokens of draft {draft.name!r} may be rejected; leave it "
+                    "or the draft out."
                 )
         model_kwargs.pop("labels", None)  # as transformers' own loops do
         self.cache, most = model_kwargs.pop("past_key_values", None), options.max_length - input_ids.shape[1]

@@ -74,11 +74,11 @@ class Gemma3(Generic):
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
             raise ModelError(
-                "use_bidirectional_attention: text sees what comes after it, which a cache cannot have; set it to None."
+                "use_bidirectional_attention: text attends to later tokens, which no KV cache allows; set it to None."
             )
         if getattr(config, "attn_logit_softcapping", None) is not None:
             raise ModelError(
-                "attn_logit_softcapping: scores are capped, which mmaccel does not compute; set it to None."
+                "attn_logit_softcapping: mmaccel does not support soft-capped attention scores; set it to None."
             )
         super().check(model, recipe)
 

@@ -266,8 +266,8 @@ def left_of(pruner: TokenPruner, tokens: int) -> int:
     left = pruner.left(tokens)
     if not left:
         raise RecipeError(
-            f"prune {pruner.name!r} keeps none of the {tokens} tokens of a frame; give it a larger share, for a memory "
-            "of streams has some of each."
+            f"prune {pruner.name!r} keeps none of the {tokens} tokens of a frame, and a stream needs some of each; give it "
+            "a larger share."
         )
     return left
 
@@ -289,8 +289,8 @@ def thinned(
     counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)
     if bool((counts != left).any()):
         raise RecipeError(
-            f"prune {pruner.name!r} does not leave {left} tokens of each unit, as it says, and a memory of streams has as "
-            "many of each; mend its left."
+            f"prune {pruner.name!r} does not leave {left} tokens of each unit, as it says, and a stream needs equally "
+            "many of each; correct its method left."
         )
     states, end = rows[columns] if kept.states is None else kept.states, left * len(counts)
     return states[:end].view(len(counts), left, -1), states[end:]

@@ -154,7 +154,7 @@ class Recurrent(LinearAttentionLayer):
         marks = [one for one in self._marks if one.length <= length]
         if not marks or (self.seats is not None and length > self._sat):  # rows since then are in no mark
             raise ModelError(
-                f"a running state goes back at most {REACH} tokens, and not into a prompt; start from a new cache."
+                f"a recurrent state goes back at most {REACH} tokens, and not into a prompt; start from a new cache."
             )
         self.seats, self._marks, mark = None, marks, marks[-1]
         rows = torch.cat(mark.rows, 1)[:, : length - mark.length]

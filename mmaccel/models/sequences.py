@@ -174,8 +174,8 @@ def of_one(field: str, verdict: Tensor) -> Tensor:
     """Check that the result `verdict` of a processor or criterion given as `field` has one row; else raises `DraftError`."""
     if verdict.shape[0] != 1:
         raise DraftError(
-            f"{field}: one tells of {verdict.shape[0]} sequences, and was asked about one, for here the sequences of a "
-            "batch are decoded each by itself; give prompts one by one, or leave the draft out."
+            f"{field}: it returned results for {verdict.shape[0]} sequences when called with one, as sequences of a batch "
+            "are decoded one by one here; give prompts one by one, or leave the draft out."
         )
     return verdict
 

@@ -69,8 +69,8 @@ class SlidingState(KVState):
                 part.truncate(min(length, part.length()))
             except ModelError as error:
                 raise ModelError(
-                    f"past_key_values: a layer that sees a window alone goes back at most {MARGIN} tokens, and not into a "
-                    "prompt; start from a new cache."
+                    f"past_key_values: a sliding-window layer goes back at most {MARGIN} tokens, and not into a prompt; "
+                    "start from a new cache."
                 ) from error
 
     def length(self) -> int:

@@ -1,4 +1,4 @@
-"""`generate` with our decoding loop, for drafts and captured steps: transformers prepares the call, our loop runs it."""
+"""`generate` with our own decoding loop, for drafts and CUDA-graph steps; transformers prepares the call."""
 
 from __future__ import annotations
 

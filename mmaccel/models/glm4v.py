@@ -33,7 +33,7 @@ _ASIDE: dict[str, Any] = {
 
 @register("model", "glm4v")
 class Glm4V(Qwen25VL):
-    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``: a time stands between frames."""
+    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``: prompts write a time between frames."""
 
     model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
     facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})

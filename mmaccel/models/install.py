@@ -227,7 +227,8 @@ class Gate:
                 self._state.notify_all()
 
     def drain(self, what: str, modules: Collection[nn.Module]) -> None:
-        """Inside `alone`: wait for other threads' calls of `modules` that began on the plain model, so entered no gate."""
+        """Inside `alone`: wait for other threads' running calls of `modules` that began before any hook, so entered no
+        gate."""
         if _call_of(sys._getframe(), modules):
             raise _within(what)
         with self._state:

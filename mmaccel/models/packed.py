@@ -13,7 +13,7 @@ from mmaccel.core.prefill.attention import ForwardPass
 
 @dataclass(frozen=True, eq=False)
 class PackedPass:
-    """A prefill of packed sequences without cache.
+    """A prefill of packed sequences without cache, each attending to itself alone.
 
     runs  (batch row, columns, `ForwardPass`) of each sequence; together they cover the batch
     """

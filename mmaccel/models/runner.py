@@ -185,7 +185,7 @@ class HFRunner(Runner):
         self.memory().wrote(count)
 
     def memory(self) -> KVState:
-        """The KV memory that captured steps write: the cache's own, or a new one that takes over a `DynamicCache`."""
+        """The KV memory that CUDA-graph steps write to: the cache's own, or a new one that takes over a `DynamicCache`."""
         if (state := getattr(self.cache, "state", None)) is not None:
             return state  # type: ignore[no-any-return]
         if self._moved is None:

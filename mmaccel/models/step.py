@@ -1,4 +1,4 @@
-"""Runs a question to a stream, and its answer, by captured layer steps (`layer_step.py`)."""
+"""Runs a question to a stream, and its answer, by fused layer steps (`layer_step.py`) in CUDA graphs."""
 
 from __future__ import annotations
 

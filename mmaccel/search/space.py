@@ -233,8 +233,7 @@ Tick = Callable[[], None]
 
 
 def level(row: Row, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, Candidate]:
-    """Search for the budget step at which `row` costs its share of the target, beginning at `start`; returns step and
-    candidate.
+    """Find the budget step at which `row` costs its share of the target, starting at `start`; returns it and the candidate.
 
     The result depends on the costs alone: equal costs give equal candidates.
     """

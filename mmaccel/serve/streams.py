@@ -319,7 +319,7 @@ async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> 
 
 @router.get("/{number}")
 async def look(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """State of a stream, and its clusters over time."""
+    """State of a stream, and the cluster of each time step."""
     return await facts(streams.get(number, asks))
 
 

@@ -39,7 +39,7 @@ class Tiles:
 
 
 class Span(NamedTuple):
-    """A key span in a masked tile; its first key has index `begin` among the concatenated keys."""
+    """A `KeySpan` as flash-attn's mask sees it: its first key has index `begin` among the concatenated keys of all spans."""
 
     of: KeySpan
     begin: int

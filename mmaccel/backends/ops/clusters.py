@@ -54,7 +54,8 @@ class Words(NamedTuple):
 
 
 class Late(NamedTuple):
-    """The last `entries` entries of a stream of `units` [1] (device tensor) units with `parts` entries each."""
+    """The newest `entries` entries of a stream, which are always retrieved; the stream has `units` [1] (device tensor) units
+    of `parts` entries each."""
 
     units: Tensor
     parts: int

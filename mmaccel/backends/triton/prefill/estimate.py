@@ -349,8 +349,9 @@ def phases_kernel(
     given, lines, own, members, stride, line, shift, heads, room, C, L,
     SCORE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """line [B, h]: the column class with the highest score; shift [B, h]: the slash phase with the highest score, where
-    phase is query class minus key class modulo the stride.
+    """For a strided (grid) pattern: line [B, h], the class of columns with the highest score; shift [B, h], the phase of
+    slashes with the highest score. A class is a key's residue modulo the stride, a phase query class minus key class modulo
+    the stride.
 
     given [B * h, L, C]: weight of each of L queries on each class; lines [B * h, 3, C]: sum, maximum and number of column
     weights of a class; own [B, L]: class of each query; stride [B].

@@ -215,7 +215,7 @@ def viewed(t: Tensor) -> View | None:
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, places: torch.dtype) -> bool:
-    """Whether the Hopper kernel supports tiles of `rows` rows of these tensors on their device."""
+    """Whether the Hopper kernel supports query tiles of `rows` rows of these tensors, on their device."""
     D = key.shape[3]
     return (
         rows == ROWS

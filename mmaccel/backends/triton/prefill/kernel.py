@@ -310,7 +310,7 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["M", "list_rows"])
 def length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TILE: tl.constexpr):
-    """Number of blocks in the lists of some rows, summed over spans; strides by `encode_ints`."""
+    """Number of key blocks that each query block lists, summed over spans; strides by `encode_ints`."""
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = row < list_rows
     b, h, m = row // M // LISTS, row // M % LISTS, row % M
@@ -442,9 +442,9 @@ def places_on(device: torch.device) -> int:
 
 
 def split_outputs(work: Work | None, rows: int, size: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Kernel arguments for split list rows: empty outputs of pieces [slots * rows, size] and their log-sum-exps [slots *
-    rows], float32, then the four tables of `work`. A piece has `rows` rows of width `size`. With `work` None nothing is
-    split, and kernels read none of these. `like`: a tensor on the device."""
+    """Kernel arguments for query blocks whose lists are split: empty outputs of pieces [slots * rows, size] and their
+    log-sum-exps [slots * rows], float32, then the four tables of `work`. A piece has `rows` rows of width `size`. With
+    `work` None nothing is split, and kernels read none of these. `like`: a tensor on the device."""
     slots = 0 if work is None else work.slots * rows
     part = (like.new_empty(*of, dtype=torch.float32) for of in ((slots, size), (slots,)))
     return *part, *([like] * 4 if work is None else (work.item, work.pieces, work.slot, work.told))

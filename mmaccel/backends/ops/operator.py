@@ -218,7 +218,7 @@ def imported(module: str, name: str) -> Callable[..., Any]:
 class Operator(Generic[P, R]):
     """A tensor function with a plain PyTorch form and a Triton kernel, and, with a fake, a torch.library operator.
 
-    A `traced` call uses the operator ``mmaccel::<name>``. Any other call goes directly to the kernel or the plain form, as
+    A `traced` call uses the operator ``mmaccel::<name>``. Any other goes directly to the kernel or the plain form, since
     torch.library costs 40 us of host time.
     """
 

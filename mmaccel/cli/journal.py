@@ -31,7 +31,7 @@ LIMIT = 1 << 16
 
 
 @dataclass(frozen=True)
-class Reading:
+class WatchSource:
     """What `watch` reads: the video's absolute path, its size in bytes (None: it is still growing), --fps and --gaps."""
 
     video: str
@@ -48,7 +48,7 @@ class Point:
     whole    whether the video was read to its end
     """
 
-    reading: Reading
+    reading: WatchSource
     until: float
     shift: float
     whole: bool
@@ -62,7 +62,7 @@ def journal_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
-def point_of(folder: Path, reading: Reading) -> Point | None:
+def point_of(folder: Path, reading: WatchSource) -> Point | None:
     """Where the session in `folder` stopped reading this video; None if it read another one, or with other options.
 
     `whole` of the result: nothing is left, as the video was read to its end and is no longer growing.
@@ -89,7 +89,7 @@ def _of_session(folder: Path) -> Point | None:
     path = journal_of(folder)
     try:
         lines = map(json.loads, outside.read_text(path, path.name, MmaccelError, most=LIMIT).splitlines())
-        points = [Point(**one | {"reading": Reading(**one["reading"])}) for one in lines]
+        points = [Point(**one | {"reading": WatchSource(**one["reading"])}) for one in lines]
         facts = (folder / FACTS).read_bytes()
         frames = json.loads(facts)["frames"]
     except (MmaccelError, OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -128,7 +128,7 @@ class Keeper:
         self,
         session: VideoSession,
         folder: Path | None,
-        reading: Reading | None,
+        reading: WatchSource | None,
         point: Point | None,
         every: float,
     ) -> None:

@@ -114,7 +114,7 @@ def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
 
 
 @operator("stream", serves=_few)
-def ordered(
+def scores_and_preceding(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Score [R, C] with -inf for clusters whose parent [R, C] (V: none) is in `without` [R, V], or without parents for empty
@@ -134,7 +134,7 @@ def selected(
 
     Retrieves `budget` entries of clusters that hold as many: whole clusters, best first, then the best entries of the one
     that does not fit. They ascend; those of `late` follow. Prefetched are entries in cluster order, padded with -1. `before`
-    [R, C]: see `ordered`.
+    [R, C]: see `scores_and_preceding`.
     """
     width = budget + lists.largest - 1
     found = lined_up(before, lists, max(width, ahead))

@@ -124,11 +124,11 @@ def _visual(SCORE, SIZE, at, V):
 
 
 @triton.jit(do_not_specialize=["C", "V"])
-def ordered_kernel(
+def scores_and_preceding_kernel(
     SCORE, SIZE, PARENT, WITHOUT, OUT, BEFORE, C, V,
     STAGED: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `ordered`, for BLOCK clusters of a layer."""
+    """Kernel of `scores_and_preceding`, for BLOCK clusters of a layer."""
     row = tl.program_id(1).to(tl.int64)
     visual, row = WITHOUT + row * V, row * C
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -418,14 +418,14 @@ def outside(score, size, limit, fewest):
     return out
 
 
-def ordered(score, size, parent, without):
-    """Launch `ops.clusters.ordered`: scores [R, C], -inf if excluded, and how many entries better clusters hold."""
+def scores_and_preceding(score, size, parent, without):
+    """Launch `ops.clusters.scores_and_preceding`: scores [R, C], -inf if excluded, and entries of better clusters."""
     R, C = score.shape
     out, before = torch.empty_like(score), torch.empty(R, C, dtype=torch.long, device=score.device)
     staged = parent is not None and without is not None
     size, parent = size.contiguous(), parent.contiguous() if staged else size
     without = without if staged else size
-    ordered_kernel[(triton.cdiv(C, CLUSTERS), R)](
+    scores_and_preceding_kernel[(triton.cdiv(C, CLUSTERS), R)](
         score, size, parent, without, out, before, C, without.shape[1],
         STAGED=staged, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
     )  # fmt: skip

@@ -88,7 +88,8 @@ def class_phases(
 def stride_scores(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
     """Best `score` of a residue class of lines, summed over kinds, for each stride from `low` to `high`: [B, H, strides].
 
-    value [kinds, B, H, n] float32: the weight of each line (column or diagonal) by index; at [B]: the last index.
+    value [kinds, B, H, n] float32: the weight of each column or diagonal by its distance from the newest; at [B]: the
+    largest distance there is.
     """
     return value.new_empty(*value.shape[1:3], high - low + 1)
 

@@ -229,8 +229,9 @@ def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
 
 @operator("stream", serves=runs_triton_in_float32)
 def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
-    """Returns `words` [n, E] plus `known` [E] float32, rounded to their dtype first. Also writes the mean of the first
-    `count` [1] rows to `before` [E], and its change from the old `before` to `seen` [E] unless that is None."""
+    """Predict the hidden states that enter the next layer: `words` [n, E] plus `known` [E] float32, the change that a layer
+    usually makes. Also writes the mean of the first `count` [1] rows to `before` [E], and its change to `seen` [E] unless
+    that is None."""
     now = mean(words, count)
     if seen is not None:
         torch.sub(now, before, out=seen)
@@ -240,9 +241,9 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
 
 @operator("stream")
 def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
-    """Look up the host slots [n] of `entries` [n] (-1: none; distinct otherwise), -1 if not on the host, and update `table`
-    [m]: its code for entry i, a host slot if below `slots` [1], becomes ``begin + i``, where the entry will be. All long;
-    the table's last element is scratch."""
+    """Host slots [n] of `entries` [n] to prefetch (-1: none; distinct otherwise), -1 if not on the host. Updates `table`
+    [m]: the code of entry i, a host slot if below `slots` [1], becomes ``begin + i``, where the entry will be. All long; the
+    table's last element is scratch."""
     found = table[entries]
     host = (found >= 0) & (found < slots)
     place = begin + torch.arange(len(entries), device=found.device)

@@ -85,7 +85,8 @@ def worded_kernel(
 
 @triton.jit(do_not_specialize=["C", "n"])
 def singled_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
-    """Standardize the scores of each word over all clusters of a layer, and reduce over words (`scored_by_words`)."""
+    """Second kernel of `scored_by_words`: standardizes each word's scores over all clusters of a layer, and reduces over
+    words."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     here = tl.load(SIZE + row * C + c, mask=c < C, other=0) > 0
@@ -323,7 +324,7 @@ def moved_kernel(
     X, COUNT, KNOWN, BEFORE, SEEN, OUT, n, row_n, E,
     SHOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `moved`, for some columns of all rows."""
+    """Kernel of `moved`, for some of the E columns of all rows."""
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     count = tl.load(COUNT).to(tl.int32)
     mean = _total(X, row_n, e, E, count, ROWS, COLUMNS) / count
@@ -479,7 +480,7 @@ def folded(rows, count, groups):
 
 
 def moved(words, count, known, before, seen):
-    """Launch `ops.clusters.moved`: `words` [n, E] plus `known` [E]; updates `before` and `seen` [E]."""
+    """Launch `ops.clusters.moved`: predicted hidden states, `words` [n, E] plus `known` [E]; updates `before` and `seen`."""
     n, E = words.shape
     out = torch.empty(n, E, dtype=words.dtype, device=words.device)
     moved_kernel[(triton.cdiv(E, COLUMNS),)](

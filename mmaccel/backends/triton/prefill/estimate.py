@@ -187,7 +187,7 @@ def strides(t):
 
 
 def shape_of(query, key, row):
-    """Compile-time arguments of these kernels; `row` is None if keys are adjacent."""
+    """Compile-time (constexpr) arguments of the kernels in this file; `row` is None if keys are adjacent."""
     L, D = query.shape[2:]
     wide = query.dtype == torch.float32
     return dict(

@@ -241,7 +241,7 @@ def steps_kernel(kept, shape, index, upto, N, C, H, width, BLOCK: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["H", "M", "BM", "width"])
 def rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.constexpr):
-    """List row of each query block, out [B, H, M, 5], as a range of the steps of its shape."""
+    """Block list of each query block, out [B, H, M, 5] (`BlockLists.row`), as a range of its shape's entries."""
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = m < M

@@ -1,4 +1,4 @@
-"""`mmaccel caption`: a long description, word by word as it is said, and what drafting made of its speed."""
+"""`mmaccel caption`: stream a long description of a video, and show the speed-up by a draft."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def caption(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Describe a video at length; the text streams, then the speed-up, the accepted lengths, and the floor below both."""
+    """Describe a video at length; the text streams, then speed-up, accepted lengths and the memory-bound limit are shown."""
     chosen = choices.recipe(recipe, draft)
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
@@ -94,7 +94,7 @@ def caption(
 def lines(
     told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: RoundingCheck | None
 ) -> list[str]:
-    """The lines printed below the text."""
+    """The lines of figures printed below the description."""
     speed = f"speed   {number(told['tokens_per_s'], '.1f', ' tokens/s')}"
     first = f"first   {number(told['ttft_s'], '.2f', ' s')}"
     if compare:

@@ -1,4 +1,4 @@
-"""`mmaccel serve`: a model over HTTP, as the OpenAI client asks, with streams and a page."""
+"""`mmaccel serve`: serve a model over HTTP to OpenAI clients, with streams and a web page."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def serve(
         float | None, Option(min=0, help="With --ray, GPUs of each (1 where --device is not cpu).")
     ] = None,
 ) -> None:
-    """Serve a model: POST /v1/chat/completions, /v1/streaming/sessions, /metrics, and a page at /."""
+    """Serve a model over HTTP: POST /v1/chat/completions, /v1/streaming/sessions, /metrics, and a web page at /."""
     try:
         from mmaccel.serve.app import run
         from mmaccel.serve.settings import Settings

@@ -1,4 +1,4 @@
-"""`mmaccel watch`: take in a stored video whole, or one that comes, and answer questions in between."""
+"""`mmaccel watch`: ingest a stored video, or watch a live one, and answer questions meanwhile."""
 
 from __future__ import annotations
 
@@ -88,17 +88,17 @@ def watch(
     as_json: Json = False,
     page: Page = None,
 ) -> None:
-    """Watch a video and answer questions on what was seen so far, and on which frames the answers rest.
+    """Watch a video and answer questions about what was seen so far, with the frames that answers are based on.
 
-    A file is taken in as a stored video: each frame sees all before it, under the recipe's pattern. A question with a
-    time, and a save, end that: later frames see the window, and what was taken in after it. A camera, a URL and a
-    file with --follow or --live are watched as they come.
+    A file is ingested as a stored video: each frame attends to all before it, by the recipe's pattern. A timed question or a
+    save ends that: later frames see a window, and the frames since then. A camera, a URL, and a file with --follow or --live
+    are watched live.
 
-    On a terminal, questions are typed while it watches; Ctrl-D ends them, Ctrl-C or SIGTERM ends the watching. From a
-    pipe or a file on standard input they are read first, one a line, unless --question gives them.
+    On a terminal, type questions while it watches; Ctrl-D ends them, Ctrl-C or SIGTERM ends watching. From a pipe or file on
+    standard input they are read first, one a line, unless --question gives them.
 
-    With --save the session is saved while it watches too. After one that was stopped or killed, --load goes on with the
-    same file behind the last frame that was saved.
+    With --save the session is also saved periodically. After it was stopped or killed, --load continues the same file after
+    the last saved frame.
     """
     from mmaccel import media
     from mmaccel.media.address import is_url
@@ -260,12 +260,12 @@ def watch(
 
 
 class Watching:
-    """A session that takes in clips, and the questions that are asked of it when they are due.
+    """A running `watch` command: feeds clips to a session and asks the questions when they are due.
 
-    most        tokens of an answer; `moments` that it is based on are shown, unless `quiet`
-    begin, had  seconds of the last frame, and the frames, of a saved session that it went on from; None, 0: of none
-    asked       questions with a time that is still to come, in order, then those for the end
-    left, told  questions that have no answer yet; the answers, JSON-ready
+    most        tokens of an answer; `moments` frames it is based on are shown, unless `quiet`
+    begin, had  seconds of the last frame, and number of frames, of the saved session it continues; None, 0 for none
+    asked       questions with a time still to come, in order, then those for the end
+    left, told  questions without an answer yet; the answers, JSON-ready
     uneven      gaps and irregular times of the source
     """
 
@@ -282,12 +282,12 @@ class Watching:
         self.uneven = Log()
 
     def shift(self, first: Video) -> float:
-        """Seconds by which the source is moved, so that it follows a saved session; `first` is its first clip."""
+        """Seconds to add to the source's times, so that the video follows the saved session; `first` is its first clip."""
         start = float(first.clock[0])
         return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
 
     def pieces(self, clips: Iterator[Video], keeper: Keeper) -> Iterator[Piece]:
-        """The clips on the session's clock, cut behind the last frame of a question's time."""
+        """Yield the clips with the session's times, cut after the last frame before each question."""
         for part in clips:
             if keeper.shift is None:
                 keeper.shift = self.shift(part)
@@ -302,8 +302,8 @@ class Watching:
         seen: Callable[[int, int | None], None],
         pause: Callable[[], bool],
     ) -> None:
-        """Take in a piece, and answer the questions that are due. With the `rest` of a stored video it is ingested, and all
-        that follows it up to a question's time, to where `pause` says so, or to a stop."""
+        """Feed a piece to the session and answer questions that are due. If `rest` (of a stored video) is given, it is
+        ingested too, up to the next question's time, to where `pause` returns True, or to an interrupt."""
         frames, due = piece
         before = len(self._session)
         if frames is not None and rest is None:
@@ -327,7 +327,7 @@ class Watching:
         self.answer(due)
 
     def answer(self, due: list[Asked], last: bool = False) -> None:
-        """Answer questions that are due, or the `last` ones; says where a time lies outside of what was watched."""
+        """Ask the questions that are due, or the `last` ones; prints a note for times outside of what was watched."""
         for at, text in due:
             end = self._session.seconds
             if last and at is not None and at > end + 1 / self._fps:
@@ -339,8 +339,8 @@ class Watching:
             self.left.remove((at, text))
 
     def ask(self, text: str, at: float | None = None) -> None:
-        """Ask a question that was meant for `at` seconds (None: for now), note its answer, and show it as it comes unless
-        `quiet`. Raises `VideoError` where nothing was seen yet."""
+        """Ask a question meant for `at` seconds (None: now), store its answer, and print it as it is generated unless
+        `quiet`. Raises `VideoError` if no frame was seen yet."""
         session, moments = self._session, self._moments
         if not len(session):
             raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
@@ -377,5 +377,5 @@ class Watching:
 
 
 def in_words(error: Exception) -> str:
-    """An error in a sentence; what nobody foresaw by its name."""
+    """An error as one sentence; an unexpected one with its class name."""
     return sentence(error) or f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""Decoding at the speed of memory: a step of static shapes that reads the weights and the cache once.
+"""Memory-bound decoding: a decode step with static shapes that reads the weights and the KV cache once.
 
-Nothing in a step depends on the length but what a tensor says: keys go to the column that `columns` names, and a row sees
-the columns up to its own. So on CUDA a step is captured once for each number of rows and replayed at every length, and
-nothing is launched from Python.
+All that depends on the length is a tensor: `columns` names the cache slots that keys are written to, and a row sees the
+slots up to its own. So on CUDA a step is captured as one graph for each number of rows and replayed at every length, without
+Python launching kernels.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Buffers = list[tuple[Tensor, Tensor]]
 
 
 def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) -> bool:
-    """Whether the steps of `model` after `cache` can be captured: on CUDA devices, each layer on one of them and the ends on
-    one, layers that are `known`, with no module that others put or hooked in, and a memory that is written in place. A
-    pruner's hooks serve the prompt; what they do to a step is in the memory. `also`: types of devices that will do, too."""
+    """Whether decode steps of `model` on `cache` can be captured as CUDA graphs. Needed are: CUDA devices (or device types
+    in `also`), one for each layer and one for embedding and head; layers that `fingerprint.known` accepts, without
+    foreign modules or hooks; and a KV cache written in place."""
     from transformers import DynamicCache
 
     kinds = {(p.device.type, p.dtype) for p in model.parameters()}
@@ -80,11 +80,11 @@ def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """How some layers on one device hold the sequence.
+    """Where the layers on one device keep a sequence's tokens.
 
-    lacks  columns of the prompt that were pruned before them: a later column lies so many before its number
-    rope   cosines and sines [2, B, capacity, D] of the positions of the columns that they hold
-    bias   [m] float32, added to the scores of the first m columns they hold; None: nothing is
+    lacks  prompt tokens that a pruner dropped before these layers: their cache index is this much below the token's number
+    rope   RoPE cosines and sines [2, B, capacity, D] for the positions of the cached tokens
+    bias   [m] float32, added to the attention scores of the first m cached tokens, or None
     """
 
     lacks: int
@@ -94,17 +94,17 @@ class Held:
 
 @dataclass(eq=False)
 class Part:
-    """Layers on one device over new rows of a sequence, as one function of tensors of fixed shapes.
+    """The layers on one device as a function of tensors of fixed shapes, for one decode step.
 
-    number   which part of the model it is
-    replays  the captures of all parts on its device
-    line     [1, WINDOW] long, the numbers from 0, on its device
-    layers   one after the other; a model on one device has all of them in one part
-    buffers  keys and values [B, G, capacity, D] of each layer of attention, which are written to; or `Caches` of each
-    held     how each of these holds the sequence
-    words    the embedding; None: hidden states come in
-    ends     the last norm and the weights of the head; None: hidden states go out
-    looks    where the last layer copies the queries [B, H, 1, D] of the first row to; None: nowhere
+    number   index of this part in the model
+    replays  the CUDA graphs of all parts on its device
+    line     [1, WINDOW] long, arange on its device
+    layers   the steps of its layers, in order; a model on one device has a single part
+    buffers  keys and values [B, G, capacity, D] of each attention layer, written in place; or `Caches` of each
+    held     how each of these layers keeps the sequence
+    words    the input embedding; None: hidden states come in
+    ends     the final norm and the LM head's weights; None: hidden states go out
+    looks    receives the last layer's queries [B, H, 1, D] of the first row, or None
     """
 
     number: int
@@ -159,9 +159,9 @@ class Part:
         branches: Branches | None,
         carried: tuple[Seats, tuple[int, ...]] | None = None,
     ) -> Tensor:
-        """What it makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits [1, width, V]
-        or hidden states, in a tensor that the next call writes over. `carried`: seats of running states, and what
-        `delta_rows` is told."""
+        """Run these layers on `given`, ids [1, count] or hidden states [width, E], after `held` cached tokens. Returns
+        logits [1, width, V] or hidden states, in a buffer that the next call overwrites. `carried`: slots of recurrent
+        states and the arguments of `delta_rows`."""
         room, tree, sees = self.replays.room, branches is not None, None
         shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
         place, start = room("given", shape, given.dtype), room("start", (1, 1), torch.long)
@@ -187,10 +187,10 @@ class Part:
 
 
 class SequenceSteps:
-    """The steps of one sequence, captured where there is a device: a graph for each number of rows, at every length.
+    """Decode steps of one sequence; on CUDA one graph for each number of rows, replayed at every length.
 
-    rows  how many rows a step may have: a shorter one is padded to the next of these. Rows of padding write behind the last
-          column, where the next step writes again, and no other row sees them
+    rows  the numbers of rows that graphs exist for: a shorter step is padded to the next one. Padding rows write behind the
+          last token, where the next step overwrites them, and no other row sees them
     """
 
     def __init__(self, model: nn.Module, family: Any, rows: Sequence[int]) -> None:
@@ -203,8 +203,8 @@ class SequenceSteps:
         self._seats: Seats | None = None
 
     def width(self, count: int, branches: Branches | None) -> int | None:
-        """How many rows a step of `count` is padded to; None for more rows than are captured, and for trees that do not fit
-        a word of `decode_attend`."""
+        """The number of rows that a step of `count` rows is padded to; None if no graph is that wide, or if the draft tree
+        does not fit the 64-bit mask of `decode_attend`."""
         width = next((rows for rows in self.rows if rows >= count), None)
         fits = width and (branches is None or width - count + branches.sees.shape[1] <= WINDOW)
         return width if fits else None
@@ -235,8 +235,8 @@ class SequenceSteps:
         return out[:, :count].clone()
 
     def lay(self, state: KVState, delta: int, room: int) -> list[Part]:
-        """The parts, device after device, over buffers with room for `room` more columns; captures do not outlive the
-        buffers they were made of."""
+        """Build the parts, device by device, over KV buffers with room for `room` more tokens; graphs captured over replaced
+        buffers are dropped."""
         buffers = state.buffers(room)
         laid = delta, [state.lacks(layer) for layer in range(len(buffers))]
         same = self.parts and all(a[0] is b[0] for a, b in zip(buffers, self._buffers, strict=True))
@@ -305,15 +305,15 @@ class SequenceSteps:
 def part_steps(
     model: nn.Module, family: Any, numbers: Sequence[int], last: bool
 ) -> list[LayerStep | StateStep]:
-    """The steps of the layers of these numbers; `last`: the model's norm follows. Layers with a running state have no
-    number, and where there are any, all layers are one part."""
+    """Steps of the layers with these attention-layer indices; `last`: the model's final norm follows them. If the model has
+    recurrent layers, which have no such index, all layers are one part."""
     layers: list[Any] = list(family.layers(model))
     some = layers if family.states(model) else [layers[n] for n in numbers]
     return layer_steps(some, family, family.text(model).norm if last else None)
 
 
 def ends_of(model: nn.Module, family: Any) -> tuple[Any, Weights]:
-    """The last norm and the weights of the head."""
+    """The model's final norm and the weights of its LM head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return norm_of(family.text(model).norm, family), weights(head)
 

@@ -1,4 +1,4 @@
-"""GLM-4.1V to GLM-4.6V: partial M-RoPE of neighbouring coordinates; a frame is an image within the marks of a video."""
+"""GLM-4.1V to GLM-4.6V: M-RoPE on a part of each head, in adjacent pairs; each frame is an image inside video markers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ASIDE: dict[str, Any] = {
 
 @register("model", "glm4v")
 class Glm4V(Qwen25VL):
-    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``: frames are images between times."""
+    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``: prompts write a time between frames."""
 
     model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
     facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
@@ -96,7 +96,7 @@ class Glm4V(Qwen25VL):
 
 @register("model", "glm4v_moe")
 class Glm4VMoe(Glm4V):
-    """``Glm4vMoeForConditionalGeneration``, which turns the halves of a head and not its neighbours."""
+    """``Glm4vMoeForConditionalGeneration``: like `Glm4V`, but RoPE pairs the halves of a head, not adjacent dimensions."""
 
     model_types = ("glm4v_moe",)
     decoder_layers = frozenset({"Glm4vMoeTextDecoderLayer"})

@@ -1,9 +1,9 @@
-"""The forward passes of an accelerated model, whose methods are wrapped on the instance (attention.py, generate.py).
+"""`Attachment`: the forward methods of an accelerated model, wrapped on the instance.
 
-Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
-our copy of their config. What an attached model carries is: that copy, and instance wrappers of the `forward` of the
-multimodal and of the text model, of what encodes images and videos (modules.py), and of `generate`. install.py puts all of
-it there or nothing, and takes all of it away.
+Nothing global is patched. One attention name is registered with transformers for the process; it serves only models whose
+text modules hold our copy of their config. An accelerated model has: that copy, and instance wrappers of `generate`, of
+`forward` of the multimodal and of the text model, and of the methods that encode images and videos (modules.py). install.py
+installs either all of it or nothing, and removes all of it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ from mmaccel.models.signals import hear
 
 
 class Attachment(Attaching):
-    """A recipe laid through one model.
+    """A recipe installed on one model: its wrapped `forward` and `generate` methods.
 
-    sequences  what is known of the columns of each cache of transformers' own
-    running    of the `generate` that this thread is in: the `layout` of its prompt beside its ids, the size of a `chunk`,
-               the `deadline`
+    sequences  token layouts of the transformers caches (`DynamicCache`) in use
+    running    per thread, for the current `generate`: the prompt's `layout` with its ids, the `chunk` size, the `deadline`
     """
 
     def __init__(self, owner: Accelerated, generate: Callable[..., Any], draft_times: Any) -> None:
@@ -108,7 +107,7 @@ class Attachment(Attaching):
             self.multimodal.__dict__["rope_deltas"] = before
 
     def cache(self) -> KVCache:
-        """A fresh cache of the recipe's memory."""
+        """Open a new KV cache with the recipe's KV policy."""
         cache: KVCache = cache_of(self.model, self.family, self.owner.open_state())
         self.opened(cache.state, cache)
         return cache
@@ -148,14 +147,14 @@ class Attachment(Attaching):
         return self.sequences.get(cache) if cache is not None else None
 
     def asked(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """The value of `generate`'s argument `name`: from `kwargs`, their generation config or the model's; or None."""
+        """The value of `generate`'s argument `name`: from `kwargs`, its generation config or the model's; or None."""
         if name in kwargs:
             return kwargs[name]
         given = getattr(kwargs.get("generation_config"), name, None)
         return given if given is not None else getattr(self.model.generation_config, name, None)
 
     def promise(self, inputs: Mapping[str, Any], past: int = 0) -> None:
-        """Read the layout of a prompt that `generate` is about to run after `past` columns, while its pixels are there."""
+        """Compute the token layout of the prompt of the coming `generate` call, after `past` cached tokens."""
         new = new_inputs(inputs, past) if past else inputs
         self.running.layout = past, new["input_ids"], self.family.layout(self.model, new)
 
@@ -183,8 +182,8 @@ class Attachment(Attaching):
         return (new.expand(3, -1, -1) if self.family.mrope else new) + start
 
     def limited(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate`, with a criterion that ends each sequence where the model's positions do, if it could
-        get there. Raises `ModelError` for a prompt after which there is no position left."""
+        """Add to the arguments of `generate` a stopping criterion at the model's last position, if it can be reached. Raises
+        `ModelError` for a prompt that leaves no position."""
         ids, most = kwargs.get("input_ids"), positions_of(self.text.config)
         cache = kwargs.get("past_key_values")
         past, known = 0 if cache is None else cache.get_seq_length(), self.known(cache)
@@ -379,7 +378,7 @@ class Attachment(Attaching):
         return run.part(begin, end), of_columns(kwargs, slice(begin, end), run.start)
 
     def time_left(self) -> float | None:
-        """Seconds left of the `generate` of this thread, None without a limit; raises `Ended` when they are used up."""
+        """Seconds left of this thread's `generate` call, or None without a limit; raises `Ended` when the time is over."""
         deadline: Deadline | None = getattr(self.running, "deadline", None)
         if deadline is None:
             return None

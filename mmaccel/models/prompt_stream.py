@@ -1,8 +1,8 @@
-"""A call's prompt on a memory of streams: its video goes in unit by unit, its last words are the question.
+"""`generate` with a KV policy for streams: the prompt's video is read unit by unit, its last words are the question.
 
-The memory holds the longest video of a prompt; where words stand between its frames, such as times, the longest part of
-that in which these are of one length. All else stays visible whole, as every prompt's text does on a stream: what stands
-before it is the head, what follows it is run with the question. A prompt without video is head and question.
+The KV memory holds the prompt's longest video; if text such as times stands between its frames, the longest part of it where
+these texts have equal length. All other tokens stay fully visible, as on a stream: those before the video are the head,
+those after it are run with the question. A prompt without video is head and question alone.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ NO_FRAMES = (0, 1, 1, 1)
 
 
 class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
-    """The model of `attachment` as it reads one prompt.
+    """A model as a stream sees it (`StreamModel`), reading one prompt of `generate`.
 
     inputs  of one sequence: ids [1, S], pixels, grids; no padding
-    frames  [T, ., ., .] the pixels of the video, a row a frame; none where there is no video
-    times   the seconds at which each was shown, as far as the inputs tell
+    frames  [T, ...] pixels of the video, a row per frame; empty without video
+    times   seconds at which each frame was shown, as far as the inputs tell
     """
 
     def __init__(self, attachment: Attachment, inputs: Inputs) -> None:
@@ -154,7 +154,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         return own, others | {name: x for name, x in several.items() if len(x)}
 
     def paid(self, heard: Heard) -> Tensor:
-        """Attention [k, 1, S] of the question to the columns of the prompt: `heard` at columns of frames, 0 elsewhere."""
+        """The question's attention [k, 1, S] over the prompt's tokens: `heard` at tokens of frames, 0 elsewhere."""
         out = heard.paid.new_zeros(len(heard.paid), 1, self.inputs["input_ids"].shape[1])
         tokens = torch.arange(self._inside - self._head, device=out.device)
         unit = self._unit
@@ -237,9 +237,9 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
 
 class PromptRunner(Runner):
-    """Runs one prompt of `generate` on a memory of streams; lives from `prefill` to `sync_cache`.
+    """Runs one prompt of `generate` on a KV policy for streams, from `prefill` to `sync_cache`.
 
-    counters  the memory's, once it is over
+    counters  the KV memory's counters, once it is closed
     """
 
     def __init__(self, attachment: Attachment, room: int) -> None:
@@ -308,7 +308,7 @@ class PromptRunner(Runner):
         return self._question
 
     def position_limit(self, read: int) -> MaxLength:
-        """The criterion by which the answer to a prompt of `read` tokens ends where the model's positions do."""
+        """Stopping criterion at the model's last position, for the answer to a prompt of `read` tokens."""
         return MaxLength(torch.tensor([read + self._at_work().left]), self._positions, True)
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
@@ -318,7 +318,7 @@ class PromptRunner(Runner):
     accept = truncate = length = relay(lambda self, name, *a, **k: getattr(self._at_work(), name)(*a, **k))
 
     def sync_cache(self) -> None:
-        """Close the memory; a second call does nothing."""
+        """Close the KV memory; a second call does nothing."""
         state, self._state = self._state, None
         if state is not None:
             self.counters = self._counted()
@@ -329,7 +329,7 @@ class PromptRunner(Runner):
 
 
 def runner_of(attachment: Attachment, model: nn.Module, cache: Any, room: int) -> HFRunner | PromptRunner:
-    """The runner of one prompt of a call after `cache`; None: on a memory of streams, where `room` tokens may follow it."""
+    """The runner of one prompt of a call on `cache`; if None, on a KV policy for streams with `room` tokens to follow."""
     if cache is None:
         return PromptRunner(attachment, room)
     runner, columns = open_runner(model, attachment.family, cache), attachment.known(cache)

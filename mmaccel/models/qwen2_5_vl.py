@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: M-RoPE, one grid a video, no marks between frames."""
+"""Qwen2-VL and Qwen2.5-VL: M-RoPE, one token grid per video, no separators between frames."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _PROCESSOR: dict[str, Any] = {
 
 
 class Tower(VisionTower):
-    """All patches in a row in the order of windows, frames told apart by their lengths, merged four to one."""
+    """Vision-tower signals for packed patches in window order, where four patches merge into one token."""
 
     def __init__(self, multimodal: Any) -> None:
         self.visual = multimodal.visual
@@ -149,7 +149,7 @@ class Qwen25VL(Family):
         }
 
     def video_ids(self, config: Any, tokens: list[int], units: int) -> list[int]:
-        """The ids of a video of so many units of `tokens`, in a prompt."""
+        """Token ids of a video in a prompt: start marker, `tokens` for each of `units` time steps, end marker."""
         return [config.vision_start_token_id, *tokens * units, config.vision_end_token_id]
 
     def kinds_given(self, inputs: Inputs) -> set[int]:

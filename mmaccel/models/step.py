@@ -1,4 +1,4 @@
-"""Runs the layers of a question to a stream, and of its answer, as captured steps (`layer_step.py`)."""
+"""Runs a question to a stream, and its answer, by fused layer steps (`layer_step.py`) in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _noted(errors: dict[int, Exception], seat: int) -> Iterator[None]:
 
 
 def steps_of(stream: Any) -> StreamSteps:
-    """Steps of answers on several streams of a model, one for all, as long as a stream holds it: no pass of it stands still
-    within, and what it captures outlasts a stream."""
+    """The `StreamSteps` that several streams of a model share, so that their answers can be decoded in one step and its CUDA
+    graphs outlive a stream."""
     turns = stream.turns
     stream.each = found = turns.steps() or StreamSteps(stream.model, stream.family)
     turns.steps = ref(found)
@@ -49,7 +49,7 @@ def steps_of(stream: Any) -> StreamSteps:
 
 
 def ready(stream: Any, state: StreamState, running: Any) -> None:
-    """Before the first token: a step of the answer on `state` is computed as often as it takes until it is captured."""
+    """Warm up before the first token: run an answer's step on `state` until it is captured as a CUDA graph."""
     if stream.device.type not in DEVICES:
         return
     steps, word, length = stream._few, stream.words(torch.zeros(1, dtype=torch.long)), state.length()
@@ -67,8 +67,8 @@ def ready(stream: Any, state: StreamState, running: Any) -> None:
 
 
 class StreamSteps:
-    """Questions and answers on a stream: what is between two layers' retrieval is one captured function, and all layers of
-    a pass of an answer, which retrieves nothing."""
+    """Questions and answers of a stream by CUDA graphs: for a question one graph for the layers between two retrievals, for
+    an answer, which retrieves nothing, one graph for all layers."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family = model, family
@@ -83,8 +83,8 @@ class StreamSteps:
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
     def serves(self, rows: Tensor, again: bool = False) -> bool:
-        """Whether rows [n, E] are few, and the layers `known`, where the rows are, and without hooks. `again`: the rows are
-        of an answer, in which the layers are looked at once."""
+        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.known` accepts, on their device,
+        no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
         self._sure = self._sure and again
         if len(rows) > WIDTHS[-1] or self._sure:
             return len(rows) <= WIDTHS[-1]
@@ -113,7 +113,7 @@ class StreamSteps:
         self._seats = Seats(states) if states else None
 
     def forget(self) -> None:
-        """A pass comes that is of no answer: the next one looks at the layers anew."""
+        """Invalidate the check of the layers, as the next pass is no answer; the next `serves` checks them again."""
         self._sure, self._sides, self._lie = False, [], ()
 
     def run(
@@ -124,7 +124,7 @@ class StreamSteps:
         slots: list[CacheSlot] | None = None,
         running: Any = None,
     ) -> Tensor:
-        """[n, E] final hidden states of columns `embeds` [n, E], as `StreamModel.run`; `slots`: of all layers, if known."""
+        """Final hidden states [n, E] of `embeds` [n, E], as in `StreamModel.run`; `slots`: all layers' slots, if known."""
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
         self._replays.under(self._watched)
         states: list[Recurrent] = [] if running is None else [*running.states.values()]
@@ -144,7 +144,7 @@ class StreamSteps:
         return Carried(place, self._seats.each())
 
     def answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
-        """[n, E] final hidden states of answers on several streams, run as one; errors of those that failed, by number."""
+        """Final hidden states [n, E] of answers on several streams, in one step; and the errors of failed ones, by index."""
         errors = dict[int, Exception]()
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
@@ -259,7 +259,7 @@ class StreamSteps:
         return list(angles.values()), begins, turned, wrote, name
 
     def replays(self, slots: list[CacheSlot] | None) -> bool:
-        """Whether what is captured of a step of one row of an answer is replayed; `slots` as `run` has them."""
+        """Whether an answer's step of one row is already captured as a CUDA graph; `slots` as in `run`."""
         self._replays.under(self._watched)
         if slots is not None:
             return self._replays.ready(self._named(slots, 1)[-1], self._lie)

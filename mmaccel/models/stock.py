@@ -1,5 +1,5 @@
-"""transformers' own processor as commands and sessions use one: prompts, videos and limits as `Processor` has them, ids and
-pixels by stock code. Our own makes the same, bit for bit, where torchvision is missing."""
+"""Wraps transformers' own processor: prompts, videos and limits as in `Processor`, ids and pixels by transformers' code.
+Where torchvision is missing, `Processor` makes the same tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ TEXT = -1
 
 
 class StockProcessor(Processor):
-    """A processor of transformers (`stock`) with the calls of `Processor`; of a family with no style of ours too.
+    """A transformers processor (`stock`) with the methods of `Processor`, also for families without a `ProcessorStyle`.
 
-    `image`, `video` and `extra` are None where the family has none.
+    `image`, `video` and `extra` are None where the family has no style.
     """
 
     def __init__(self, stock: Any, model_type: str, *, special_tokens: bool = True) -> None:
@@ -70,7 +70,7 @@ class StockProcessor(Processor):
         return [*ids, TEXT, *ids_of(self.tokenizer, after, add_special_tokens=False)]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write what stock `AutoProcessor` reads."""
+        """Write the files that transformers' `AutoProcessor` reads."""
         self.stock.save_pretrained(folder)
 
     def pixels(
@@ -173,8 +173,8 @@ def _as(value: Tensor, dtype: torch.dtype, device: torch.device | str | None) ->
 
 
 def wrapped(processor: Any, model_type: str | None = None, *, special_tokens: bool = True) -> Processor:
-    """A processor of ours as it is, one of transformers' as a `StockProcessor` of the model type `model_type` (None: of the
-    one that it is made for). Raises `ModelError` for anything else."""
+    """Return a `Processor` unchanged, or wrap a transformers processor as a `StockProcessor` of the model type `model_type`
+    (None: inferred from its class). Raises `ModelError` for anything else."""
     if isinstance(processor, Processor):
         if special_tokens or not processor.special_tokens:
             return processor
@@ -196,7 +196,7 @@ def wrapped(processor: Any, model_type: str | None = None, *, special_tokens: bo
 
 
 def load(source: str | Path, revision: str | None = None, *, special_tokens: bool = True) -> Processor:
-    """The processor of a model's folder or hub name: transformers' own where it can run, else ours."""
+    """Load the processor of a model folder or hub name: transformers' own where torchvision is installed, else ours."""
     place = folder_of(resolve(source), revision)
     stock = _stock(place) if find_spec("torchvision") is not None else None
     if stock is None:

@@ -1,9 +1,9 @@
 """Streams on transformers: a Hugging Face model and its processor as a `VideoSession` uses them.
 
-A pass goes straight to the text model. For its duration the attention modules hold a copy of their config that names our
-attention, which serves this pass alone, and in its thread the rotary module gives no rotation (cosines 1, sines 0), so that
-keys and queries reach the memory as they leave their projections. Norms and feed-forward blocks are one kernel each
-meanwhile, where there is one, for whoever else calls them too. Nothing stays on the model between two calls.
+A pass calls the text model directly. For its duration the attention modules hold a copy of their config that names our
+attention function, and in its thread the rotary module returns the identity (cosines 1, sines 0), so that queries and keys
+reach the KV memory before RoPE. Norms and MLPs use fused kernels meanwhile, also for other callers. Nothing stays installed
+on the model between passes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from mmaccel.models.stock import wrapped
 
 
 class StreamPasses:
-    """The part of `StreamModel` that needs no processor; prompts and sessions share it.
+    """The part of a stream's model that needs no processor; sessions and `generate` prompts share it.
 
-    attachment  the recipe that is attached, if the stream is its own; any other that is attached refuses a pass
+    attachment  the recipe attached to the model, if this stream belongs to it; a pass under another recipe raises
     """
 
     left_out: int | None = None
@@ -70,8 +70,8 @@ class StreamPasses:
         return step.StreamSteps(self.model, self.family)
 
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
-        """Of a video's `inputs`, `units` steps of `unit` tokens: features [n, P, E] of the units of a stream, which are
-        these or what the recipe's pruner leaves of each group of them, and [m, E] of the marks behind them."""
+        """Encode a video's `inputs`, `units` time steps of `unit` tokens: features [n, P, E] of the stream's units (time
+        steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
         with self.busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
             for block in self._tower:
                 hooks.before(block, self._between)
@@ -104,7 +104,7 @@ class StreamPasses:
 
     @property
     def thins(self) -> TokenPruner | None:
-        """The pruner that drops tokens of each unit before the language model sees it, or None."""
+        """The recipe's pruner, if it drops tokens of each frame before the language model; else None."""
         prune = self.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
         return None if acts is None or acts.stage != "frames" or not acts.compact else acts
@@ -240,7 +240,7 @@ class StreamPasses:
 
 
 class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
-    """A model, its family and its processor."""
+    """`StreamAdapter` for transformers: a model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
         if why := family.unable.get("streams"):
@@ -381,7 +381,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     def prompt(
         self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
     ) -> dict[str, Any]:
-        """Inputs of the prompt that a stream of `frames`, shown at `times`, stands for, with the ids `tail` behind it."""
+        """The model inputs of the prompt that equals a stream of `frames` shown at `times`, followed by the ids `tail`."""
         inputs = self.processor(
             self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
         )

@@ -1,8 +1,8 @@
-"""One decode step of several sequences on one model, each in the buffers of its own memory.
+"""One decode step for several sequences on one model, each with the KV buffers of its own memory.
 
-Projections are one product for all rows; each sequence attends over its own columns. Where its keys lie, how many it has
-and at which position it is are numbers in tensors on the device. So on CUDA a step is captured once for each number of
-sequences and rows, and the same capture serves sequences that come and go.
+Projections run on all rows at once; each sequence attends to its own cache. Buffer addresses, lengths and positions are
+numbers in device tensors. So on CUDA a step is captured once for each number of sequences and rows, and the same graph
+serves sequences that come and go.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLACES = 4096
 
 
 def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
-    """Why the steps of `model` after `cache` cannot be shared with others, in a few words; None: they can."""
+    """Why decode steps of `model` on `cache` cannot be batched with other sequences, as a phrase; None if they can."""
     state = getattr(cache, "state", None)
     if isinstance(state, PrunedKVState):
         return "its prompt is pruned, and each layer has columns of its own"
@@ -50,8 +50,8 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Laid:
-    """Where the memory `state` of a sequence lies: keys and values of each layer in `pairs`, with room for `capacity`
-    columns, and `table` [L, 4] long on the host, as `Caches` has it but counted from address 0."""
+    """Where the KV memory `state` of a sequence lies: keys and values of each layer in `pairs`, `capacity` tokens each, and
+    `table` [L, 4] long on the host, as in `Caches` but with addresses counted from 0."""
 
     state: KVState
     pairs: Buffers
@@ -74,9 +74,9 @@ def _places(pair: tuple[Tensor, Tensor]) -> list[int]:
 
 
 class StepsTogether:
-    """Steps of runners whose models share their weights, as one: see `Runner.together`.
+    """Batched decode steps of runners whose models share their weights; see `Runner.together`.
 
-    Rows of padding, behind those of a sequence and of sequences that are not there, are written where nobody looks.
+    Padding rows, of short sequences or missing ones, write to slots that are never read.
     """
 
     def __init__(self, runner: HFRunner) -> None:
@@ -94,7 +94,7 @@ class StepsTogether:
 
     @staticmethod
     def of(runner: Any, known: Sequence[StepsTogether] = ()) -> StepsTogether | None:
-        """What runs the steps of `runner`: one of those `known`, if it does already; None: nothing does."""
+        """The batched steps that `runner` can join: one of `known` with the same weights, or new ones; None if it cannot."""
         if not isinstance(runner, HFRunner) or why_not(runner.model, runner.family, runner.cache):
             return None
         weights = _addresses(runner.model)
@@ -236,7 +236,7 @@ def _states(runner: HFRunner) -> list[Recurrent]:
 
 
 def sharing(model: nn.Module) -> nn.Module:
-    """A copy of the modules of `model` over the same weights."""
+    """Copy the modules of `model` with shared weights."""
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo)
 

@@ -1,4 +1,4 @@
-"""Units of a stream with what a prompt writes beside each frame, such as its time: as many tokens for every unit."""
+"""Units (time steps) of a stream with the text that prompts write beside each frame, such as its time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Around = tuple[list[int], list[int]]
 
 
 class Written:
-    """Text that a processor writes around each unit (frame, or pair of frames) of a stream, such as its time.
+    """The text that a processor writes around each unit (frame, or pair of frames) of a stream, such as its time.
 
-    ids(moment)  token ids before and after a unit. Where a mark stands between units, unit 0 takes the last tokens of the
-                 head, so that all units have the same length
-    head, tail   token ids of the prompt before and after the video, without what the units took
+    ids(moment)  token ids before and after a unit. If a separator stands between units, unit 0 gets the last tokens of the
+                 head instead, so that all units have equal length
+    head, tail   token ids of the prompt before and after the video, without those that units took
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Written:
 
 
 def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
-    """`features` [n, P, E] of units with the embeddings of the words `around` each; see `StreamModel.unit_embeds`."""
+    """Put the embeddings of the text `around` each unit beside its `features` [n, P, E]; see `StreamModel.unit_embeds`."""
     whole, wide = [], features.shape[2]
     for side in zip(*around, strict=True):
         ids = torch.tensor(side, dtype=torch.long, device=features.device)
@@ -76,8 +76,8 @@ def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Seq
 
 
 def spaced(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
-    """For the video at columns `mine` [S]: the frames of its longest evenly spaced part, the text tokens before each
-    of them, and the columns at which the part begins and ends."""
+    """For the video at columns `mine` [S]: the frames of its longest evenly spaced part, the number of text tokens before
+    each frame, and the columns where the part begins and ends."""
     text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
     numbers, sizes = frame[frame >= 0].unique_consecutive(return_counts=True)
     starts = [int((frame == number).nonzero()[0, 0]) for number in numbers]
@@ -93,7 +93,7 @@ def spaced(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, in
 
 
 class WrittenStream(HFStreamAdapter):
-    """A model of a family that is `stamped`, and its processor."""
+    """`HFStreamAdapter` for families whose prompts write text beside each frame (`Family.stamped`)."""
 
     @cached_property
     def _written(self) -> Written:

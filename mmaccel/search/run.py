@@ -1,5 +1,5 @@
-"""The search from a model and a prompt to a table of head patterns, and what follows from a table; what is done lies in a
-file, from which a search that was stopped goes on."""
+"""The search from a model and a prompt to a table of head patterns, and functions on such tables. Progress is stored in a
+file, so that an interrupted search continues."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ OPTIONS |= {"model": "model", "tolerance": "tolerance", "versions": "version of 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to search.
+    """Settings of the search.
 
-    context    the length the table is for: budgets are Table 3's from 64k on and in proportion below; None: the sample's
-    boundaries which types to consider
+    context    prompt length the table is for: budgets as in MMInference's Table 3 from 64k, in proportion below; None:
+               the sample's
+    boundaries boundary types to consider
     tolerance  how near to the target's cost a row is brought, as a share of it
-    cost       "seconds" that attention takes on the device, measured, or "pairs" in listed blocks, counted
-    repeats    timed runs of each measurement, and of the target's beside it
-    extended   whether rows of ours are candidates beside and instead of Table 3's (`space.py`)
+    cost       "seconds" of attention, measured on the device, or "pairs" in listed blocks, counted
+    repeats    timed runs of each measurement, and of the target beside it
+    extended   whether our own rows are candidates beside and instead of Table 3's (`space.py`)
     backend    the backend whose costs count; "auto": the first that can run on the device
     """
 
@@ -80,12 +81,12 @@ def search(
 ) -> dict[str, Any]:
     """Choose a pattern for each head of `model` by one prompt, write the table to `out`, and return it.
 
-    inputs: keyword arguments of the model, a batch of one prompt; `sample` goes into the table beside what is known of
-    it. One forward pass stops at the layer in the middle, on which costs are measured; a second goes over all layers, one
-    held at a time. Outputs and lists are as long as the prompt; scores of all pairs are never held. What is done lies in
-    the file `out`.parts until the table is whole: a search that was stopped goes on from there.
+    inputs: keyword arguments of the model, a batch of one prompt; `sample` is stored in the table with the prompt's facts.
+    One forward pass stops at the middle layer, on which costs are measured; a second visits all layers, one in memory at a
+    time. Outputs and lists are linear in the prompt's length; full score matrices are never made. Progress is stored in the
+    file `out`.parts until the table is complete; an interrupted search continues from it.
 
-    Raises `RecipeError` or `ModelError` in one sentence.
+    Raises `RecipeError` or `ModelError`.
     """
     settings, out = settings or Settings(), Path(out)
     if not out.parent.is_dir():
@@ -200,20 +201,20 @@ def _ticking(progress: Progress | None, what: str, total: int) -> Tick:
 
 
 def parts_of(out: Path) -> Path:
-    """The file in which a search for the table `out` keeps what it has done."""
+    """Path of the progress file of a search for the table `out`."""
     return out.with_name(out.name + ".parts")
 
 
 class SearchProgress(Rows):
-    """Stored progress of a search: a row of its settings, then one for each cost, time and layer."""
+    """Stored progress of a search: a row of its settings, then a row for each cost, time and layer."""
 
     @classmethod
     @contextmanager
     def alone(cls, path: Path) -> Iterator[SearchProgress]:
-        """Keep the file from other searches, of this process or another, and read it; `RecipeError` if one is at work on it,
-        or if it holds no search. It is deleted where it ends without a row.
+        """Context that locks the progress file against other searches and reads it; `RecipeError` if another search holds
+        it, or if it holds no search. The file is deleted if it ends without a row.
 
-        The lock is the system's and ends with the process, however that ends.
+        The lock is the operating system's and ends with the process.
         """
         with ExitStack() as stack:
             try:
@@ -236,7 +237,7 @@ class SearchProgress(Rows):
                     path.unlink(missing_ok=True)
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """Start, or go on with what is there if it is about the same; `RecipeError` if it is about something else."""
+        """Start a search, or continue the stored one if its settings are equal; `RecipeError` if they differ."""
         now = json.loads(json.dumps(about))
         known = self.all("about")
         if not known:
@@ -250,16 +251,16 @@ class SearchProgress(Rows):
             )
 
     def all(self, key: str) -> list[Any]:
-        """All values under `key` in the rows, in order."""
+        """Values of `key` in all stored rows that have it, in order."""
         return [row[key] for row in self.rows if key in row]
 
     def layers(self) -> dict[int, dict[str, Any]]:
-        """The layers that are done, by number: what was measured for their heads, seconds, the most memory held."""
+        """Layer index -> row, of completed layers: measurements of its heads, seconds, peak memory."""
         return {row["layer"]: row for row in self.rows if "layer" in row}
 
 
 def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Name the options in which two searches differ, videos first, then the cost; the stored value stands in brackets."""
+    """Names of the options in which two searches differ, videos first, then cost; stored values in brackets."""
     old, new = known.get("sample") or {}, now.get("sample") or {}
     names = [
         f"{option} ({', '.join(old.get(name, ()))})"
@@ -284,7 +285,7 @@ def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def assembled(
     about: Row, measured: Sequence[Row], space: Space, layers: Sequence[Sequence[Row]]
 ) -> dict[str, Any]:
-    """The table: what it is about, what was measured, the candidates that followed, the choice for each head."""
+    """Build the table: its settings, the measured costs, the candidates, and the choice for each head."""
     choose = partial(decided, space, block=about["block"], tolerance=about["tolerance"])
     return {
         **about,
@@ -298,7 +299,7 @@ def assembled(
 
 
 def replayed(table: Row) -> dict[str, Any]:
-    """The table made again from its own costs and scores; equal to it. Raises `RecipeError` where a cost is missing."""
+    """Recompute a table from its own costs and scores; the result equals it. Raises `RecipeError` if a cost is missing."""
 
     def missing(pattern: Row) -> dict[str, Any]:
         raise RecipeError(f"the table holds no cost of {dict(pattern)}; search again.")
@@ -313,7 +314,7 @@ def replayed(table: Row) -> dict[str, Any]:
 
 
 def narrowed(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
-    """Layer -> head -> pattern: what the table's own figures choose among some of its boundary types alone."""
+    """Layer -> head -> pattern: the choice among only some boundary types `kinds`, from the table's own figures."""
     space = {
         kind: [Candidate(**{**one, "rows": tuple(one["rows"])}) for one in table["space"][kind]]
         for kind in kinds
@@ -323,7 +324,7 @@ def narrowed(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, 
 
 
 def agreement(one: Row, other: Row) -> float:
-    """The share of heads to which two tables of a model give the same boundary type and the same main pattern, by name."""
+    """Share of heads to which two tables of a model give the same boundary type and the same main pattern name."""
     told = [
         [(head["kind"], main_pattern(head["pattern"])) for layer in table["layers"] for head in layer]
         for table in (one, other)
@@ -332,12 +333,12 @@ def agreement(one: Row, other: Row) -> float:
 
 
 def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
-    """For each layer the names of its heads' patterns, as a report has them."""
+    """For each layer the names of its heads' patterns, as in a report."""
     return [tuple(built(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
 
 
 def main_pattern(pattern: Row) -> str:
-    """The intra-modality pattern that most of a head's pairs follow: within a boundary, that of videos, or of text."""
+    """Name of the pattern that covers most of a head's pairs: within a boundary that of video, or else of text."""
     for slot in ("video", "text"):
         inner = pattern.get(slot) or pattern.get("pairs", {}).get(f"{slot}>{slot}")
         if inner:

@@ -1,4 +1,4 @@
-"""The application: routes, what guards them, and how errors are told."""
+"""The FastAPI application: routes, request guards, and error responses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = Path(__file__).parent / "page"
 
 
 def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = streams.Streams) -> FastAPI:
-    """The server of `engine`, as ASGI servers run it; `registry` makes what holds its streams."""
+    """The ASGI application for `engine`; `registry` creates the object that holds its streams."""
     began = time.monotonic()
 
     @asynccontextmanager
@@ -96,7 +96,7 @@ def _tell_errors(app: FastAPI, seconds: float) -> None:
 
 
 def connections(settings: Settings) -> dict[str, Any]:
-    """Connection settings for uvicorn. Messages are not compressed: a small one could expand to a large one."""
+    """Connection settings for uvicorn; no message compression, since a small message could expand to a large one."""
     sockets = {
         "ws_max_size": settings.limits.message_bytes,
         "ws_max_queue": 2,
@@ -106,7 +106,7 @@ def connections(settings: Settings) -> dict[str, Any]:
 
 
 def run(engine: Engine) -> None:
-    """Serve until the process is stopped."""
+    """Run the server until the process is stopped."""
     import uvicorn
 
     settings = engine.settings

@@ -1,4 +1,4 @@
-"""Copies of one model, each under a recipe, for calls at once."""
+"""A pool of copies of one model, which share its weights, each under a recipe, for concurrent calls."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CHECK_S = 0.1
 
 
 class Copies:
-    """Copies over the weights of `model`, and of one draft model for each recipe. Of a recipe there are at most `most`; one
-    where its draft has a process of its own."""
+    """Copies that share the weights of `model`, and of one draft model per recipe: at most `most` of each recipe, or one if
+    its draft runs in a process."""
 
     def __init__(self, model: nn.Module, most: int) -> None:
         # Of one that is never called: a pass of a stream lends the model's modules other functions while it runs.
@@ -36,7 +36,7 @@ class Copies:
 
     @contextmanager
     def under(self, name: str, recipe: Recipe, deadline: Deadline) -> Iterator[Accelerated]:
-        """A copy under the recipe of this name, for one call. Raises `Ended` where none is free by the deadline."""
+        """Borrow a model copy under the recipe `name` for one call. Raises `Ended` if none is free by the deadline."""
         idle, draft = self._idle[name], recipe.draft
         most = 1 if getattr(draft, "process", False) else self._most
         fast = None
@@ -71,7 +71,7 @@ class Copies:
         return accelerate(sharing(self._still), recipe)
 
     def close(self) -> None:
-        """Take the recipes off the copies that are at rest."""
+        """Detach the recipes from all idle copies of the model."""
         for idle in self._idle.values():
             while not idle.empty():
                 idle.get().detach()

@@ -1,4 +1,4 @@
-"""The model at work for all callers: completions under each recipe, and videos kept for the next question."""
+"""Runs the model for all requests: chat completions under each recipe, and videos cached for the next question."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ OUT_OF_MEMORY = "out_of_memory"
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer, and what it took; `finish_reason` is ours, as `core.decoding.generate.Answer` has it. `ttft_s` counts from
-    the request on: waiting, and reading its video, too. `alone`: why no step of it served other answers too."""
+    """An answer and its statistics; `finish_reason` as in `core.decoding.generate.Answer`. `ttft_s` counts from the request,
+    including waiting and reading its video. `alone`: why its decode steps were not shared with other answers."""
 
     text: str
     finish_reason: str
@@ -60,8 +60,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request under way: its recipe, its sources, the tokens of an answer at most, and what gets the pieces of text;
-    `joined` is to be called when its prompt is read, and others may have theirs read."""
+    """A request being served: its recipe, its fetched images and videos, the answer's token limit, and the callback `put`
+    for text. `joined` is to be called when its prompt has been read, so that the next prompt may start."""
 
     request: ChatRequest
     recipe: str
@@ -75,8 +75,8 @@ class Asked:
 class Engine:
     """One model, its processor, and the recipes that requests may name; the first is the default.
 
-    Each recipe runs on a copy of the model that shares its weights, so that none waits for another to be detached. Streams
-    run on the model itself.
+    Each recipe runs on its own copy of the model with shared weights, so that no request waits for another recipe to be
+    detached. Streams run on the model itself.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Engine:
         self.copies, self._drawing = Copies(model, self.turns.most), threading.Lock()
 
     def recipe(self, model: str | None, asked: str | None) -> str:
-        """The name of the recipe that a request means by its `model` (NAME, or NAME@RECIPE) and by `asked`."""
+        """Resolve a request's recipe name from its `model` (NAME or NAME@RECIPE) and its field `asked`; raises `Refused`."""
         name, _, inside = (model or self.name).partition("@")
         if name != self.name:
             raise Refused(404, f"model: this server has {self.name!r} alone; name that.", "model_not_found")
@@ -113,7 +113,7 @@ class Engine:
         return chosen
 
     def streams(self) -> list[str]:
-        """Names of the recipes that serve streams."""
+        """Names of the server's recipes that support video streams."""
         found = []
         for name, recipe in self.recipes.items():
             try:
@@ -124,7 +124,7 @@ class Engine:
         return found
 
     async def complete(self, request: ChatRequest, caller: str, put: Put) -> Completion:
-        """The answer to `request`; `put` gets its text as it comes, in any thread."""
+        """Answer a chat request; `put` is called with its text piece by piece, from any thread."""
         deadline, first = Deadline(self.settings.limits.seconds), list[float]()
 
         def told(piece: str) -> None:
@@ -192,7 +192,7 @@ class Engine:
         deadline: Deadline,
         settings: Settings | None = None,
     ) -> sources.Fetched:
-        """Fetch `url`. A caller has few fetches at a time, and a caller that leaves ends its own first."""
+        """Download or open `url`. The number of concurrent fetches per caller is limited."""
         work = partial(sources.fetch, url, kind, folder, settings or self.settings, deadline)
         async with self._fetching[caller]:
             return await ended_with(threaded(work), deadline)
@@ -205,7 +205,7 @@ class Engine:
         deadline: Deadline,
         limits: Limits | None = None,
     ) -> Video:
-        """The frames of a video. Raises `Ended` when the deadline comes before they are decoded."""
+        """Decode the sampled frames of a video. Raises `Ended` if the deadline passes meanwhile."""
         deadline.check()
         limits = limits or self.settings.limits
         return sources.video(source, self.processor, limits, fps, frames, lambda done, of: deadline.check())
@@ -353,7 +353,7 @@ class Engine:
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
-        """Turn the device's having no memory left into a refusal of this request alone."""
+        """Context that turns an out-of-memory error into a 503 response of this request only."""
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -370,6 +370,6 @@ class Engine:
         raise Refused(503, "the device has no memory for this request; ask for fewer frames.", OUT_OF_MEMORY)
 
     async def close(self) -> None:
-        """Give back all that is kept."""
+        """Release cached videos and model copies."""
         await self.kept.close()
         self.copies.close()

@@ -1,4 +1,4 @@
-"""The WebSocket of a stream: frames go in while answers come out."""
+"""The WebSocket of a stream: frames are sent in while answers come out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AskMessage(AskRequest):
 
 
 class OnMessage(Strict):
-    """A question that is asked again and again; `VideoSession.on` has the fields."""
+    """A standing question that is asked repeatedly; fields as in `VideoSession.on`."""
 
     type: Literal["on"]
     id: str = ""
@@ -73,11 +73,11 @@ ANSWERS = 8
 
 @router.websocket("/{number}/socket")
 async def socket(websocket: WebSocket, number: str) -> None:
-    """Messages as JSON with a `type`; a binary message is a frame.
+    """WebSocket of a stream: JSON messages with a `type`; a binary message is a frame.
 
-    In: `key` (first, where a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...), `on`
-    (id, question, every, ...), `cancel` (id), `look`. Out: `event` (name: ready, taken, dropped, stream, change, error),
-    `delta` (id, text), `evidence` (id, the moments), `answer` (id, the whole).
+    In: `key` (first, if a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...), `on` (id,
+    question, every, ...), `cancel` (id), `look`. Out: `event` (name: ready, taken, dropped, stream, change, error), `delta`
+    (id, text), `evidence` (id, moments), `answer` (id, the whole answer).
     """
     streams: Streams = websocket.app.state.streams
     asks = websocket.state.caller
@@ -118,7 +118,7 @@ class Talk:
         self._writing, self._dropped = asyncio.Lock(), 0
 
     async def listen(self) -> None:
-        """Read messages until the client goes."""
+        """Handle the client's WebSocket messages until it disconnects."""
         await self._send("event", name="ready", **_brief(self._stream))
         watching = asyncio.create_task(self._watch())
         self._answers[""] = watching  # under a name that no question has
@@ -221,7 +221,7 @@ class Talk:
                 await self._socket.send_json({"type": kind, **fields})
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel running answers and standing questions of this connection."""
         for standing in self._standing.values():
             standing.cancel()
         tasks = list(self._answers.values())

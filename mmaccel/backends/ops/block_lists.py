@@ -1,5 +1,5 @@
-"""Lists of key blocks: which blocks a range of positions reaches, how many pairs they hold, and how lists of many
-parts are merged into one plan in two launches."""
+"""Key-block lists: the blocks that a range of positions reaches, the pairs they hold, and the merging of the lists of many
+parts into one plan in two kernel launches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ ROW = 5  # numbers of a list, in `BlockLists`
 
 
 def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """index int32, of each row of `chosen` [..., n] the values [n] of what is chosen; [..., n + 1] how many before each."""
+    """Compact `value` [n] by each row of the mask `chosen` [..., n]: chosen values as int32, rows concatenated at stride n;
+    and how many precede each entry, [..., n + 1]."""
     n = chosen.shape[-1]
     upto = pad(chosen.long().cumsum(-1), (1, 0))
     slot = torch.where(chosen, upto[..., :-1], n)
@@ -41,13 +42,13 @@ def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def broad(*tensors: Tensor) -> tuple[int, int]:
-    """How many sequences and heads there are where tensors [b, h, ...] have all of them, or 1 that all share."""
+    """Broadcast the leading sizes (sequences, heads) of tensors [b, h, ...], each full or 1."""
     b, h = (max(sizes) for sizes in zip(*(t.shape[:2] for t in tensors), strict=True))
     return b, h
 
 
 def present(row: Tensor, block: int) -> Tensor:
-    """[..., n / block] int32: how many of the rows [..., n] of each block are there."""
+    """Number of present rows (>= 0) in each block of `row` [..., n]: int32 [..., n / block]."""
     return (row >= 0).view(*row.shape[:-1], -1, block).sum(-1, dtype=torch.int32)
 
 
@@ -71,12 +72,11 @@ def reach(
     block_q: int,
     block_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """The run of key blocks that a range of places reaches from each block of queries; few launches where Triton runs.
+    """For each query block, the run of key blocks that may hold a pair with ``lo <= q_place - k_place < hi``.
 
-    q_row [b, h, P], k_row [b, h, N], q_place [b, h, P], k_place [b, h, N], b and h each 1 or all there are; the places
-    of keys that are there (k_row >= 0) ascend. Gives row [b, h, P / block_q, 5] and kind [b, h, N / block_k] as
-    `BlockLists` has them, without an index: from the first block in which a pair may pass ``lo <= q_place - k_place <
-    hi`` to the last.
+    q_row [b, h, P], k_row [b, h, N], and positions q_place [b, h, P], k_place [b, h, N]; b and h full or 1; positions of
+    present keys (k_row >= 0) ascend. Returns row [b, h, P / block_q, 5] and kind [b, h, N / block_k] of a `BlockLists`
+    without index.
     """
     q_min, q_max, _ = edges(q_row, q_place, block_q)
     k_min, k_max, kind = edges(k_row, k_place, block_k)
@@ -99,10 +99,8 @@ def reach(
 def listed_area(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
-    """[b, h] int64: over lists of `BlockLists`, row [b, h, M, 5] and index, the sum of how many rows of q_row
-    [b, h, P] there are in each block of queries, times how many of k_row [b, h, N] there are in the key blocks that it
-    lists.
-    """
+    """Number of query-key pairs in listed blocks, [b, h] int64, for the row [b, h, M, 5] and index of a `BlockLists`. Only
+    present rows of q_row [b, h, P] and k_row [b, h, N] count."""
     nq, nk = present(q_row, block_q), present(k_row, block_k)
     (b, h), m = broad(row, nq, nk), row.shape[2]
     begin, count, _, _, shift = row.expand(b, h, m, 5).unbind(-1)
@@ -125,11 +123,10 @@ def listed_area(
 
 
 def narrowed(part: Part, sinks: int, edge: int, block_q: int, block_k: int) -> Part:
-    """`part`, in which the query of row i sees of its keys those of rows j < `sinks` and j > i + `edge` alone; no host read.
+    """Restrict `part`: query row i sees only key rows j < `sinks` or j > i + `edge`. No host synchronization.
 
-    Of each list stays what lies between its first and its last block that such a key may be in, and up to the last block
-    that the edge cuts it is tested. With sinks each span is two, of the same keys: one of those before `sinks`, whose lists
-    are as short, and one of the rest.
+    Each list is trimmed to its first and last block that may hold such a key, and blocks up to the edge are masked. With
+    sinks each span becomes two: keys before `sinks`, and the rest.
     """
     q_least, q_most, _ = edges(part.q_row, part.q_row, block_q)
 
@@ -208,8 +205,8 @@ def _in_runs(lists: BlockLists, value: Tensor, bound: Tensor) -> tuple[Tensor, T
 
 
 def edges(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[b, h, blocks] int64, twice: the least and the greatest place of what is there in each block; of nothing, the least
-    is beyond all places and the greatest before them. And int8 FULL where all is there, ABSENT elsewhere."""
+    """Minimum and maximum `place` (position) of the present rows in each block, [b, h, blocks] int64 (an empty range if
+    there are none); and int8 FULL if all rows are present, else ABSENT."""
     place = place.long()
     has = (row >= 0) & torch.ones_like(place, dtype=torch.bool)
     cut = (*has.shape[:-1], has.shape[-1] // block, block)
@@ -226,10 +223,10 @@ def _assembled_shapes(sources: Sequence[Tensor], sizes: Sequence[int]) -> list[T
 def copy_pieces(
     sources: Sequence[Tensor], table: Sequence[int], fills: int, sizes: Sequence[int]
 ) -> list[Tensor]:
-    """One tensor of each of `KINDS`, of `sizes` elements, put together of pieces of `sources`.
+    """Assemble tensors from slices of `sources`: one output of `sizes[i]` elements for each dtype in `KINDS`.
 
-    table: FIELDS of each piece, one after another. The first `fills` pieces are written before the rest; those of a phase do
-    not overlap. What none covers is anything. The last dimensions of a source, from the third on, are dense.
+    table: the FIELDS of each slice, concatenated. The first `fills` slices are written before the others; those of one phase
+    must not overlap. Elements that no slice covers are undefined. Sources are dense from the third dimension on.
     """
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]

@@ -1,4 +1,4 @@
-"""From the flat operator to launches of the Triton kernels: tiles, spans, and the splitting of long rows."""
+"""The operator `block_attend` by Triton: tile sizes, spans, splitting of long lists, and kernel launches."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ PAIRS = 200 << 10
 def config_for(
     rows: int, size: int, value_size: int, block_k: int, dtype: torch.dtype, shared: int
 ) -> tuple[int, int, int]:
-    """Keys of a tile, warps of a program and depth of the pipeline of loads, for tiles of `rows` rows, with heads padded to
-    `size`, in `shared` bytes of shared memory."""
+    """Keys per tile, warps and pipeline stages for tiles of `rows` rows, with heads padded to `size`, in `shared` bytes of
+    shared memory."""
     wide = dtype.itemsize == 4
     keys, stages = min(block_k, 32 if wide else 64), 2 if wide else 3
     # Sums of larger heads go through shared memory too.
@@ -48,10 +48,10 @@ def config_for(
 
 @takes_call
 def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-    """See `ops.block_attend.define`. Reads nothing on the host; every size comes from shapes.
+    """The operator of `ops.block_attend.define` by Triton. No host synchronization; all sizes come from shapes.
 
-    chunk   the most listed blocks that one program walks; rows with more are split, and merged by a second kernel. By
-            default it follows from the number of lists and listed blocks, so that no program is the tail of the launch
+    chunk   the most listed blocks that one program processes; longer lists are split and merged by a second kernel. By
+            default it follows from the numbers of lists and blocks, so that no program runs long after the others
     """
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):

@@ -1,9 +1,8 @@
-"""Attention over lists that neighbouring query blocks do not share, for Hopper: what several of them list is brought once.
+"""Block-sparse attention for Hopper where neighbouring query blocks have different lists: shared key blocks are loaded once.
 
-A tile is some neighbouring blocks of 64 queries of one head, one for each computing group of four warps, and each group
-keeps its own list. The loading warp walks the lists of a tile as a merge, from the last key block to the first, and tells
-the groups of every block that it brings whose it is. Lists that ascend or descend share the most; others are computed
-rightly all the same.
+A tile is several neighbouring blocks of 64 queries of one head, one for each group of four warps, and each group has its own
+list. The loading warp merges the lists of a tile, from the last key block to the first, and tells the groups which of them
+each loaded block is for. Lists that ascend or descend share the most; others give correct results too.
 """
 
 # What follows is Gluon's language, not Python's: constant conditions are told from the rest by their nesting.
@@ -212,9 +211,9 @@ def joint_kernel(
     GROUP: gl.constexpr, LISTS: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, PLACED: gl.constexpr,
     SPLIT: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """One tile of GROUPS blocks of 64 queries of one head, or under SPLIT a piece of it: of each list a window alike.
+    """One tile of GROUPS query blocks (64 rows each) of one head; under SPLIT the same range of entries of each list.
 
-    M: blocks of queries that have lists; tiles: of one head.
+    M: query blocks that have lists; tiles: tiles per head.
     """
     if GATED:
         # Without a home for every block, the portable kernel computes what this one would.

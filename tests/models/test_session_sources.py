@@ -1,4 +1,5 @@
-"""A session that watches a file, a pipe, an address or a camera: what comes before a silence, an error or an end is kept."""
+"""A session that watches a file, a pipe, an address or a camera: what comes before a silence, an error or an end is
+kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Streams on a GPU: the plain model's words, the same through the host and back, and no growth beside what is declared."""
+"""On a CUDA device: streams through its memory and back, a target and its draft side by side, and families whose norms,
+gates and rotations are kernels of ours."""
 
 from __future__ import annotations
 
@@ -7,13 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import mmaccel
 from mmaccel.core.decoding import replay
 from mmaccel.media.preprocess import resize
+from mmaccel.policies.draft import Parallel, _draft_decoder
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
+from tests.models.test_check_family import KINDS
+from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
 KV = every_stream()
 TIGHT = every_stream(frames=6, window=8)
 
@@ -176,3 +187,72 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
                 found.append(torch.stack([logits(session) for _ in range(3)]))
             assert (found[0] - found[1]).abs().max() <= 1e-5
     assert made
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    model = BUILD[request.param](layers=3).cuda()
+    model.generation_config.eos_token_id = None
+    return request.param, model
+
+
+def question(name: str, kind: str) -> dict[str, torch.Tensor]:
+    return {key: value.cuda() for key, value in prompt(name, PROMPTS[kind]).items()}
+
+
+@pytest.mark.parametrize("prune", [None, {"name": "uv", "retention": 0.3}, {"name": "attention"}])
+@pytest.mark.parametrize("window", [3, None])
+@pytest.mark.parametrize("kind", ["video", "long"])
+def test_two_streams_say_what_the_target_says(
+    family: tuple[str, Any], prune: Any, window: int | None, kind: str
+) -> None:
+    """fp32; captured steps of both models, again and again, so that what one overwrote too early would be seen."""
+    name, model = family
+    inputs = question(name, kind)
+    want = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+    draft = Parallel(
+        model=BUILD[name](seed=1, layers=2).cuda(), window=window, prune=prune, process=False, most=4
+    )
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        for _ in range(3):
+            assert torch.equal(fast.generate(**inputs, max_new_tokens=48, do_sample=False), want)
+            told = fast.report().draft
+            assert told["failed"] is None and told["counters"]["drafted"] > 0
+
+
+def test_the_draft_works_on_a_stream_of_its_own(
+    family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A twin is right wherever it is asked, and neither reads nor writes on the stream that the target verifies on."""
+    name, model = family
+    inputs = question(name, "video")
+    seen: list[tuple[str, torch.cuda.Stream]] = []
+
+    class Noted(_draft_decoder.DraftDecoder):
+        def read(self, *args: Any, **kwargs: Any) -> None:
+            seen.append(("read", torch.cuda.current_stream()))
+            super().read(*args, **kwargs)
+
+        def write(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(("write", torch.cuda.current_stream()))
+            return super().write(*args, **kwargs)
+
+    monkeypatch.setattr(_draft_decoder, "DraftDecoder", Noted)
+    draft = Parallel(model=copy.deepcopy(model), window=4, process=False)
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        fast.generate(**inputs, max_new_tokens=32, do_sample=False)
+        told = fast.report().draft
+    assert told["failed"] is None and told["accepted"] == told["proposed"] > 0
+    assert {what for what, _ in seen} == {"read", "write"}
+    assert len({stream for _, stream in seen}) == 1
+    assert all(stream != torch.cuda.current_stream() for _, stream in seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_keeps_its_promises_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In true float32: products in TF32 would be off by more than is allowed."""
+    if kind == "perception_lm" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("its tower needs a newer timm under earlier transformers")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    mmaccel.check_family(sampler(kind).kind, device="cuda")

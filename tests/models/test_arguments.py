@@ -265,8 +265,8 @@ def models():
 
 def test_each_argument_has_its_row():
     known = set().union(*map(of_forward, CLASSES))
-    assert of_generate() <= set(GENERATE), "give the new arguments of generate a case, see argument_cases.py"
-    assert known <= set(FORWARD), "give the new arguments of forward a case, see argument_cases.py"
+    assert of_generate() <= set(GENERATE), "give the new arguments of generate a case"
+    assert known <= set(FORWARD), "give the new arguments of forward a case"
     assert all(refused <= {*GENERATE, *FORWARD} for refused in REFUSED.values())
     assert all(len(refused) <= 15 for name, refused in REFUSED.items() if name != "offload")
 

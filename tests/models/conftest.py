@@ -8,6 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.models.tiny_random import BUILD
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    """A family's short name, and a tiny model of it, of as many layers as `LAYERS` of the module says."""
+    return request.param, BUILD[request.param](layers=getattr(request.module, "LAYERS", 2))
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,6 +68,25 @@ def film(frames: int, seed: int = 3) -> Tensor:
     return render({k: v[:frames] for k, v in World.generate(seed, 25).table().items()}, 42, 70)
 
 
+def asked_of_film(count: int, question: str = QUESTION, seed: int = 3) -> list[dict[str, Any]]:
+    """A prompt: the first frames of a film, and a question on them."""
+    return [{"type": "video", "video": film(count, seed)}, {"type": "text", "text": question}]
+
+
+def inputs_of(
+    name: str, count: int, question: str = QUESTION, fps: float = FPS, **how: Any
+) -> dict[str, Any]:
+    """That prompt, as a model takes it."""
+    return pair(name)[1].chat(asked_of_film(count, question), fps=fps, **how)
+
+
+def processor_like(stock: Processor, kind: str | None = None, **changes: Any) -> Processor:
+    """The same processor but for some of its settings, or for another type of model."""
+    given = {name: getattr(stock, name).to_dict() for name in ("image", "video")}
+    given |= {"extra": stock.extra, "chat_template": stock.chat_template}
+    return Processor(kind or stock.model_type, stock.tokenizer, **{**given, **changes})
+
+
 def open_session(name: str, kv: Any, **choices: Any) -> mmaccel.VideoSession:
     model, processor = pair(name)
     return mmaccel.VideoSession(model, processor, None, kv=kv, **choices)
@@ -100,23 +119,21 @@ def every_stream(frames: int = 1 << 20, window: int = 1 << 20) -> dict[str, dict
 def plain(name: str, count: int, fps: float = FPS, seed: int = 3) -> Tensor:
     """[V] the plain model's logits for the first token of the answer, to the same prompt with `count` frames."""
     model, processor = pair(name)
-    content = [{"type": "video", "video": film(count, seed)}, {"type": "text", "text": QUESTION}]
-    return model(**processor.chat(content, fps=fps)).logits[0, -1]
+    return model(**processor.chat(asked_of_film(count, seed=seed), fps=fps)).logits[0, -1]
 
 
 @functools.cache
 def said(name: str, count: int, tokens: int = 6) -> str:
     """The plain model's greedy answer."""
     model, processor = pair(name)
-    content = [{"type": "video", "video": film(count)}, {"type": "text", "text": QUESTION}]
-    inputs = processor.chat(content, fps=FPS)
+    inputs = inputs_of(name, count)
     out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
     return processor.decode(out[0, inputs["input_ids"].shape[1] :]).strip()
 
 
-def logits(session: mmaccel.VideoSession, question: str = QUESTION) -> Tensor:
+def logits(session: mmaccel.VideoSession, question: Any = QUESTION, **how: Any) -> Tensor:
     """[V] a session's logits for the first token of its answer."""
     live = session._live
     assert live is not None
-    with asked_of(live, question, 4) as asked:
+    with asked_of(live, question, 4, **how) as asked:
         return asked.logits[0].clone()

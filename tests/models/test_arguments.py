@@ -250,7 +250,6 @@ def models():
     made = {}
     for family, build in BUILD.items():
         plain = build()
-        plain.generation_config.eos_token_id = None
         plain.set_attn_implementation("eager")
         made[family] = {"plain": plain, **{name: copy.deepcopy(plain) for name in RECIPES}}
     handles = [

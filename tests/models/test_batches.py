@@ -30,7 +30,6 @@ def family(request):
     """A target, a draft that is often right, three prompts of unequal length, and tokens that end each at another time."""
     name = request.param
     model = BUILD[name](layers=3)
-    model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     other = copy.deepcopy(model)
     torch.manual_seed(0)
@@ -233,7 +232,6 @@ def test_what_is_drawn_does_not_depend_on_the_neighbours(family, strategy):
 def test_what_is_drawn_has_the_target_s_distribution():
     """Joint of the first two tokens over a batch of the same prompt many times, against the model's own probabilities."""
     model = BUILD["llava"](layers=2)
-    model.generation_config.eos_token_id = None
     model.get_output_embeddings().weight.data *= 3
     other = copy.deepcopy(model)
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ from mmaccel.models import chat
 from mmaccel.models.processor import Processor
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from tests.media.films import write_film
-from tests.models.streams import FPS, film, logits, pair
+from tests.models.streams import FPS, asked_of_film, film, logits, pair, processor_like
 from tests.models.tiny_random import BUILD, prompt
 
 pytestmark = pytest.mark.in_turn("folder", 1)
@@ -196,10 +196,7 @@ def test_a_template_that_fails_is_told(template: str, monkeypatch: pytest.Monkey
 
 def test_a_template_that_fails_is_told_by_a_session_too() -> None:
     model, stock = pair("random-ov")
-    broken = Processor(
-        stock.model_type, stock.tokenizer, image=stock.image.to_dict(), video=stock.video.to_dict(),
-        extra=stock.extra, chat_template="{{ messages.nothing.at.all }}",
-    )  # fmt: skip
+    broken = processor_like(stock, chat_template="{{ messages.nothing.at.all }}")
     with (
         mmaccel.VideoSession(model, broken, kv="recent") as session,
         pytest.raises(ModelError, match="chat template"),
@@ -222,10 +219,7 @@ def test_special_tokens_in_a_question_are_text_where_that_is_asked_for(name: str
     stock, guarded = mmaccel.load_processor(name), mmaccel.load_processor(name, special_tokens=False)
     for question in ("what is it ?", "how many stars are there ?"):
         assert torch.equal(stock.chat(question)["input_ids"], guarded.chat(question)["input_ids"])
-    video, special = (
-        film(4),
-        set(stock.tokenizer.all_special_ids) | {stock.video_token_id, stock.image_token_id},
-    )
+    special = set(stock.tokenizer.all_special_ids) | {stock.video_token_id, stock.image_token_id}
     ends = [
         token
         for token in stock.tokenizer.all_special_tokens
@@ -233,9 +227,7 @@ def test_special_tokens_in_a_question_are_text_where_that_is_asked_for(name: str
     ]
     for token in (*ends, stock.video_token, stock.image_token):
         ids = [
-            processor.chat([{"type": "video", "video": video}, {"type": "text", "text": text}])["input_ids"][
-                0
-            ].tolist()
+            processor.chat(asked_of_film(4, text))["input_ids"][0].tolist()
             for processor, text in ((guarded, f"what{token} is{token} it ?"), (stock, "what is it ?"))
         ]
         counts = [sum(one in special for one in row) for row in ids]
@@ -252,10 +244,7 @@ def test_special_tokens_in_a_question_are_text_where_that_is_asked_for(name: str
 
 def test_a_session_goes_by_its_processor() -> None:
     model, stock = pair("random-ov")
-    guarded = Processor(
-        stock.model_type, stock.tokenizer, image=stock.image.to_dict(), video=stock.video.to_dict(),
-        extra=stock.extra, chat_template=stock.chat_template, special_tokens=False,
-    )  # fmt: skip
+    guarded = processor_like(stock, special_tokens=False)
     ended = stock.tokenizer.eos_token
     with (
         mmaccel.VideoSession(model, stock, kv="recent") as one,

@@ -21,7 +21,6 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.models import deepstack, generic, step, tiny
 from mmaccel.models.generic import Generic, Other
 from mmaccel.models.processor import Processor
@@ -35,7 +34,7 @@ from mmaccel.policies.sparse.k_boundary import KBoundary
 from mmaccel.policies.sparse.q_boundary import QBoundary
 from mmaccel.policies.sparse.tri_shape import TriShape
 from mmaccel.policies.sparse.vertical_slash import VerticalSlash
-from tests.models.streams import FPS, QUESTION, film, pair
+from tests.models.streams import FPS, asked_of_film, film, logits, pair, processor_like
 from tests.models.tiny_random import EVERY, PROMPTS, prompt, sampler
 
 pytestmark = pytest.mark.numeric(by="torch")
@@ -249,16 +248,7 @@ def model_and_processor() -> tuple[Any, Processor]:
     torch.manual_seed(5)
     model = transformers.Qwen2VLForConditionalGeneration(config).float().eval()
     model.generation_config = copy.deepcopy(like.generation_config)
-    settings = {name: getattr(stock, name).to_dict() for name in ("image", "video")}
-    made = Processor(
-        "qwen2_vl",
-        stock.tokenizer,
-        **settings,
-        extra=stock.extra,
-        config=config.to_dict(),
-        chat_template=stock.chat_template,
-    )
-    return model, made
+    return model, processor_like(stock, "qwen2_vl", config=config.to_dict())
 
 
 @pytest.mark.parametrize("kv", ["full", "offload", "mosaic"])
@@ -266,21 +256,16 @@ def test_a_session_says_what_the_plain_model_says(
     model_and_processor: tuple[Any, Processor], kv: str
 ) -> None:
     model, processor = model_and_processor
-    content = [{"type": "video", "video": film(12)}, {"type": "text", "text": QUESTION}]
-    inputs = processor.chat(content, fps=FPS)
+    inputs = processor.chat(asked_of_film(12), fps=FPS)
     with torch.no_grad():
         plain = model(**inputs).logits[0, -1]
     with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
         session.ingest(film(12), fps=FPS) if kv in ("full", "offload") else session.watch(film(12), fps=FPS)
-        assert session._live is not None
-        with asked_of(session._live, QUESTION, 4) as asked:
-            said = asked.logits[0].clone()
-    assert (said - plain).abs().max() <= 1e-4
+        assert (logits(session) - plain).abs().max() <= 1e-4
 
 
 def test_its_steps_are_those_that_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     made = EVERY["qwen2_vl"]()
-    made.generation_config.eos_token_id = None
     inputs = prompt("qwen2_vl", PROMPTS["interleaved"])
     plain = made.generate(**inputs, max_new_tokens=10, do_sample=False)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))

@@ -33,7 +33,6 @@ pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):
     model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
     return request.param, model
 
 

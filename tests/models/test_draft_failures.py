@@ -38,7 +38,6 @@ pytestmark = pytest.mark.in_turn("family", 1)
 def family(request: pytest.FixtureRequest) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
     """A model, a prompt, and what the plain model says to it."""
     model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
     inputs = prompt(request.param, PROMPTS["video"])
     return model, inputs, model.generate(**inputs, max_new_tokens=12, do_sample=False)
 
@@ -143,7 +142,6 @@ def test_of_a_pruned_prompt_each_layer_chooses_among_what_it_holds(prune: Any) -
     """Where all of that is chosen the draft is the target: every token is kept."""
     for name, build in BUILD.items():
         model = build(layers=6)
-        model.generation_config.eos_token_id = None
         for weight in (
             w for n, w in model.named_parameters() if "language_model.layers" in n and w.ndim == 2
         ):

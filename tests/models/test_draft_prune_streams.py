@@ -23,7 +23,7 @@ from mmaccel.core.streams.listening import Listening
 from mmaccel.models.signals import Listener
 from mmaccel.policies.draft import Parallel, Sequential, Tree
 from mmaccel.policies.kv.no_cache import _Frames
-from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import product
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -86,10 +86,7 @@ def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> Heard:
 
 def test_what_is_heard_is_what_the_plain_model_attends_to() -> None:
     """With everything in view: attention of the question's rows to the video, from the eager model's own probabilities."""
-    model, processor = pair("random-ov")
-    heard = heard_of(ALL["mosaic"])
-    content = [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}]
-    inputs = processor.chat(content, fps=FPS)
+    model, heard, inputs = pair("random-ov")[0], heard_of(ALL["mosaic"]), inputs_of("random-ov", 18)
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
@@ -112,8 +109,7 @@ def test_scores_by_states_are_those_of_the_plain_model(kv: str) -> None:
     """With everything in view: what the pruner makes of the states of a plain prompt, up to a number."""
     model, processor = pair("random-ov")
     heard = heard_of(ALL[kv], UV)
-    content = [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}]
-    inputs, states = processor.chat(content, fps=FPS), []
+    inputs, states = inputs_of("random-ov", 18), []
     layers = model.model.language_model.layers
     hooks = [layers[0].register_forward_pre_hook(lambda module, args: states.append(args[0][0]))]
     hooks += [layers[1].register_forward_hook(lambda module, args, out: states.append(out[0]))]
@@ -188,10 +184,7 @@ def test_what_is_heard_goes_to_the_same_tokens_of_other_units() -> None:
 
 @pytest.mark.parametrize(("kv", "prune"), product(["mosaic", "streammem", "no_cache", "offload"], PRUNERS))
 def test_a_call_prunes_what_its_draft_reads(kv: str, prune: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = pair("random-qwen")
-    inputs = processor.chat(
-        [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}], fps=FPS
-    )
+    model, inputs = pair("random-qwen")[0], inputs_of("random-qwen", 18)
     found, told = [], Listener._tell_when_ready
     monkeypatch.setattr(Listener, "_tell_when_ready", lambda self: (told(self), kept.append(self))[0])
     other = copy.deepcopy(model)

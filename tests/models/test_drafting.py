@@ -17,6 +17,7 @@ from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import product
 
 pytestmark = pytest.mark.in_turn("family", 1)
+LAYERS = 3
 
 
 # A video of more frames than a frame has rows or columns: rotary positions of text then lie below the video's last.
@@ -142,13 +143,6 @@ def test_a_processor_that_counts_its_calls_is_refused(family, given):
     if given == "watermarking_config":
         with mmaccel.accelerate(model):
             assert model.generate(**inputs, **options).shape[1] == inputs["input_ids"].shape[1] + 4
-
-
-@pytest.fixture(scope="module", params=sorted(BUILD))
-def family(request):
-    model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
-    return request.param, model
 
 
 def strategies(model) -> dict:

@@ -15,7 +15,7 @@ import mmaccel
 from mmaccel.core.decoding import replay
 from mmaccel.media.preprocess import resize
 from mmaccel.policies.draft import Parallel, _draft_decoder
-from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
+from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, logits, pair
 from tests.models.test_check_family import KINDS
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
 
@@ -40,9 +40,7 @@ def on_gpu(name: str, dtype: torch.dtype, kv: Any, **choices: Any) -> tuple[Any,
 def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
     fields = {**KV[kv], "positions": "original"} if "positions" in _fields(kv) else KV[kv]
     model, session = on_gpu(name, torch.float32, fields)
-    inputs = pair(name)[1].chat(
-        [{"type": "video", "video": film(13)}, {"type": "text", "text": QUESTION}], fps=FPS, device="cuda"
-    )
+    inputs = inputs_of(name, 13, device="cuda")
     with session, torch.no_grad():
         session.watch(film(13), fps=FPS)
         assert (logits(session) - model(**inputs).logits[0, -1]).abs().max() <= 1e-3
@@ -192,7 +190,6 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
     model = BUILD[request.param](layers=3).cuda()
-    model.generation_config.eos_token_id = None
     return request.param, model
 
 

@@ -50,7 +50,6 @@ pytestmark = pytest.mark.numeric(by="torch")
 @pytest.fixture(scope="module")
 def model() -> Any:
     made = EVERY["qwen3_5"](layers=6)
-    made.generation_config.eos_token_id = None
     return made
 
 

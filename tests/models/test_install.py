@@ -104,7 +104,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Any]:
     model = BUILD[request.param]()
-    model.generation_config.eos_token_id = None
     inputs = prompt(request.param, PROMPTS["text"])
     model.generate(**inputs, **GREEDY)
     return inputs, model

@@ -37,7 +37,6 @@ STRATEGIES: dict[str, Any] = {
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request: pytest.FixtureRequest) -> tuple[str, Any, Any]:
     model = BUILD[request.param]()
-    model.generation_config.eos_token_id = None
     return request.param, model, BUILD[request.param](seed=1)
 
 

@@ -13,9 +13,8 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import ModelError
-from mmaccel.core.streams.asking import asked
 from mmaccel.models.schema import LONGEST, by_schema
-from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, open_session, pair
+from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.products import product
 
 WHOLE, TIGHT = every_stream(), every_stream(frames=4, window=6)
@@ -24,11 +23,6 @@ TURNS = [
     {"role": "assistant", "content": "red star"},
     {"role": "user", "content": QUESTION},
 ]
-
-
-def first(session: Any, question: Any) -> torch.Tensor:
-    with asked(session._live, question, 4, beside=True) as turn:
-        return turn.logits[0].clone()
 
 
 @torch.no_grad()
@@ -50,8 +44,9 @@ def test_messages_are_the_plain_models_prompt(name: str) -> None:
     with open_session(name, WHOLE["full"]) as session:
         session.watch(film(6), fps=FPS)
         for messages in (TURNS, shown, [shown[-1]]):
-            assert torch.allclose(first(session, messages), plainly(name, messages), atol=2e-4), messages
-        assert torch.equal(first(session, QUESTION), first(session, [TURNS[-1]]))
+            found = logits(session, messages, beside=True)
+            assert torch.allclose(found, plainly(name, messages), atol=2e-4), messages
+        assert torch.equal(logits(session, beside=True), logits(session, [TURNS[-1]], beside=True))
 
 
 def test_the_session_keeps_a_conversation() -> None:

@@ -18,7 +18,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import DraftError, MmaccelError, ModelError, UnknownName
 from mmaccel.models import loading, step
 from mmaccel.models.shapes import SHAPES, build, config
-from tests.models.streams import QUESTION, film
+from tests.models.streams import QUESTION, asked_of_film, film
 
 pytestmark = pytest.mark.in_turn("folder", 1)
 
@@ -38,8 +38,7 @@ def folder(request: pytest.FixtureRequest, random_folder: Callable[[str], Path])
 def calls(model: Any, folder: Path) -> tuple[list[Any], float | None]:
     """The plain model's answer and a dense recipe's, a draft's, and two of a stream; and what a pattern kept."""
     processor = mmaccel.load_processor(folder)
-    content = [{"type": "video", "video": film(FRAMES)}, {"type": "text", "text": QUESTION}]
-    inputs = processor.chat(content)
+    inputs = processor.chat(asked_of_film(FRAMES))
     some = {"max_new_tokens": 5, "do_sample": False}
     said = [model.generate(**inputs, **some)]
     for recipe in ({}, {"draft": "prompt_lookup"}):

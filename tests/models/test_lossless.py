@@ -54,7 +54,6 @@ MEMORIES = {"full": "full", "window": {"name": "window", "sinks": 4, "window": 4
 def pair(request):
     """A family, its target, and a draft that is right now and then, so that rounds end in every way."""
     target = BUILD[request.param](layers=2)
-    target.generation_config.eos_token_id = None
     draft = copy.deepcopy(target)
     torch.manual_seed(1)
     weight = draft.get_output_embeddings().weight
@@ -172,13 +171,6 @@ def words_of(target: torch.nn.Module | None = None, vocab: int = VOCAB) -> T.Qwe
     return model
 
 
-@pytest.fixture(scope="module", params=sorted(BUILD))
-def family(request):
-    model = BUILD[request.param]()
-    model.generation_config.eos_token_id = None
-    return request.param, model
-
-
 @pytest.mark.parametrize(
     ("kind", "family"), product(["text", "video", "interleaved"], sorted(BUILD)), indirect=["family"]
 )
@@ -283,7 +275,6 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def three(request):
     model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     prompts = [
         prompt(request.param, PROMPTS[kind], seed=n) for n, kind in enumerate(("video", "text", "image"))

@@ -22,7 +22,7 @@ from mmaccel.core.registry import registry
 from mmaccel.policies.draft import PromptLookup, Sequential, SparseToDense
 from tests.models import matrix
 from tests.models.matrix import Cell
-from tests.models.streams import FPS, QUESTION, every_stream, film
+from tests.models.streams import FPS, QUESTION, asked_of_film, every_stream, film
 
 pytestmark = pytest.mark.numeric(by="torch")
 
@@ -185,10 +185,7 @@ CELLS = [
 def plain(family: str) -> list[int]:
     """The plain model's own greedy answer, without the token that ends it."""
     model, _, processor = matrix.models(family, 2)
-    inputs = processor.chat(
-        [{"type": "video", "video": film(FRAMES)}, {"type": "text", "text": QUESTION}], fps=FPS
-    )
-    return said(model, inputs)
+    return said(model, processor.chat(asked_of_film(FRAMES), fps=FPS))
 
 
 def said(model: Any, inputs: dict[str, Any]) -> list[int]:
@@ -203,7 +200,6 @@ def check(cell: Cell) -> None:
     sparse = {"name": cell.sparse, "block": 16, **SPARSE[cell.sparse]} if SPARSE[cell.sparse] else "dense"
     draft = matrix.draft_of(cell, drafter)
     recipe = Recipe(sparse=sparse, kv=KV[cell.kv], draft=draft, dense_tail=0)
-    content = [{"type": "video", "video": film(FRAMES)}, {"type": "text", "text": QUESTION}]
     with warnings.catch_warnings():
         warnings.simplefilter("error", MmaccelWarning)
         if cell.use == "session":
@@ -212,7 +208,7 @@ def check(cell: Cell) -> None:
                 found, report = list(session.ask(QUESTION, TOKENS).ids), session.report()
         else:
             with mmaccel.accelerate(model, recipe) as fast:
-                found, report = said(model, processor.chat(content, fps=FPS)), fast.report()
+                found, report = said(model, processor.chat(asked_of_film(FRAMES), fps=FPS)), fast.report()
     assert found == plain(cell.family)
     # Frames that streammem merges come eight at a time, of the random Qwen less than a pattern takes.
     few = cell.kv == "streammem" and cell.family == "random-qwen"

@@ -16,7 +16,7 @@ import mmaccel
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.streams.stream_runner import StreamRunner
-from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, open_session, pair
+from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.models.streams import logits as session_logits
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import product
@@ -37,7 +37,7 @@ def ask(name: str, content: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
 
 @functools.cache
 def filmed(name: str, frames: int) -> dict[str, Any]:
-    return ask(name, [{"type": "video", "video": film(frames)}, {"type": "text", "text": QUESTION}])
+    return inputs_of(name, frames)
 
 
 def said(name: str, kv: Any, inputs: dict[str, Any], tokens: int = 6, **options: Any) -> Any:
@@ -195,7 +195,6 @@ CALL = {"max_new_tokens": 5, "do_sample": False}
 def models() -> Any:
     """The plain model, and the same with a memory that keeps everything."""
     plain = BUILD["llava"]()
-    plain.generation_config.eos_token_id = None
     plain.set_attn_implementation("eager")
     other = copy.deepcopy(plain)
     with mmaccel.accelerate(other, kv="offload"):
@@ -210,7 +209,6 @@ def test_a_forward_pass_by_itself_is_no_stream(models: Any) -> None:
 @pytest.mark.parametrize("family", sorted(BUILD))
 def test_a_padded_batch_is_each_prompt_alone(family: str) -> None:
     plain = BUILD[family]()
-    plain.generation_config.eos_token_id = None
     rows = [prompt(family, PROMPTS[kind]) for kind in ("video", "text", "video")]
     inputs = batch(family, rows)
     with mmaccel.accelerate(

@@ -77,7 +77,6 @@ WRONG = {
 
 def model_of(family: str) -> Any:
     model = EVERY[family]()
-    model.generation_config.eos_token_id = None
     return model
 
 

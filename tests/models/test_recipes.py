@@ -21,6 +21,7 @@ from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import product
 
 pytestmark = pytest.mark.in_turn("family", 1)
+LAYERS = 3
 
 
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
@@ -52,13 +53,6 @@ SPARSE = sorted(set(registry("sparse")) - {"dense", "per_head"})
 def small(name: str) -> dict:
     """A budget small enough for a prompt of a few hundred tokens."""
     return {"name": name, "block": 16, **SMALL[name]}
-
-
-@pytest.fixture(scope="module", params=sorted(BUILD))
-def family(request):
-    model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
-    return request.param, model
 
 
 def test_every_pattern_has_a_small_budget_here():

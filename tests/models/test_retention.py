@@ -11,11 +11,10 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
-from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.parts import Clip
 from mmaccel.policies.kv import _index
 from mmaccel.policies.kv.store import slabs
-from tests.models.streams import CLUSTERS, FPS, QUESTION, open_session, pair
+from tests.models.streams import CLUSTERS, FPS, QUESTION, logits, open_session, pair
 from tests.models.streams import film as frames_of
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -46,10 +45,7 @@ def watched(kv: str, count: int = COUNT, **fields: Any) -> mmaccel.VideoSession:
 
 
 def first(session: mmaccel.VideoSession, between: tuple[float, float] | None = None) -> torch.Tensor:
-    live = session._live
-    assert live is not None
-    with asked(live, QUESTION, 4, beside=True, between=between) as turn:
-        return turn.logits[0].clone()
+    return logits(session, beside=True, between=between)
 
 
 def held(session: mmaccel.VideoSession) -> list[float]:

@@ -28,7 +28,6 @@ WINDOW = {"name": "window", "sinks": 4, "window": 16}
 @pytest.fixture(scope="module", params=sorted(EVERY))
 def family(request):
     model = EVERY[request.param]()
-    model.generation_config.eos_token_id = None
     return request.param, model
 
 

@@ -175,7 +175,6 @@ def sharp(name: str) -> Any:
     for weight in model.model.language_model.layers.parameters():
         weight.data *= 6 if weight.ndim == 2 else 1
     model.get_output_embeddings().weight.data[[IMG, VID, VS, VE]] = 0
-    model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 

@@ -21,7 +21,7 @@ from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv._window import Rows, attention
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
-from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import product
 from tests.spies import heard
 
@@ -56,10 +56,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> None:
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `generate` ends, with the same tokens, where everything is kept."""
-    model, processor = pair(name)
-    inputs = processor.chat(
-        [{"type": "video", "video": film(8)}, {"type": "text", "text": QUESTION}], fps=FPS
-    )
+    model, inputs = pair(name)[0], inputs_of(name, 8)
     count = inputs["input_ids"].shape[1]
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     last = int(mmaccel.core.attach.adapter_for(model).positions(model, inputs)[..., -1].max())

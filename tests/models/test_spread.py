@@ -37,7 +37,6 @@ CPU, OTHER = torch.device("cpu"), torch.device("cpu:0")
 @pytest.fixture(params=sorted(BUILD))
 def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
     model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
     return request.param, model
 
 

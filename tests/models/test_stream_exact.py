@@ -20,6 +20,7 @@ from tests.models.streams import (
     QUESTION,
     every_stream,
     film,
+    inputs_of,
     logits,
     open_session,
     pair,
@@ -276,8 +277,7 @@ def test_a_call_plans_what_it_ingests_and_a_long_question(
     kv: str, question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, processor = pair("random-ov")
-    content = [{"type": "video", "video": film(FRAMES)}, {"type": "text", "text": question}]
-    inputs = processor.chat(content, fps=FPS)
+    inputs = inputs_of("random-ov", FRAMES, question)
     ids = inputs["input_ids"][0]
     behind = len(ids) - 1 - int((ids == processor.video_token_id).nonzero()[-1])
     planned = heard(monkeypatch, attention, "attend_plan", lambda plan, *_: plan.n_query)

@@ -27,7 +27,7 @@ from mmaccel.models.prompt_layout import Budget
 from mmaccel.models.shipped import WORLD
 from mmaccel.models.taking import budget_of, most_frames, take
 from tests.media.films import write_film
-from tests.models.streams import QUESTION, film, pair
+from tests.models.streams import QUESTION, asked_of_film, film, pair
 from tests.models.test_processor import FAMILIES, noise, same, write_model
 
 SHIPPED = {
@@ -299,7 +299,7 @@ def test_a_session_and_the_helpers_take_stock_itself(shipped: Any, name: str) ->
         Processor.from_pretrained(stock.resolve(name)),
     )
     theirs = T.AutoProcessor.from_pretrained(stock.resolve(name))
-    content = [{"type": "video", "video": film(12)}, {"type": "text", "text": QUESTION}]
+    content = asked_of_film(12)
     inputs = answer.prompt(theirs, content, model)
     same(inputs, answer.prompt(own, content, model))
     said = answer.ask(model, theirs, inputs, max_new_tokens=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from mmaccel.policies.draft.prompt_lookup import _Finder
 from mmaccel.policies.kv.full import Full
 from mmaccel.policies.kv.window import Window
 from mmaccel.policies.sparse.dense import Dense
-from tests.models.streams import FPS, QUESTION, film, pair
+from tests.models.streams import FPS, QUESTION, asked_of_film, film, pair, processor_like
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 
@@ -81,7 +81,6 @@ def test_a_draft_tells_the_report_what_its_figures_mean(family: str) -> None:
 def test_a_memory_is_known_by_what_it_declares() -> None:
     check_pairs(Recipe(kv=Counting(), draft=SparseToDense()))
     model = BUILD["llava"]()
-    model.generation_config.eos_token_id = None
     inputs = prompt("llava", PROMPTS["video"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     with mmaccel.accelerate(model, kv=Counting(), draft=SparseToDense(window=3)) as fast:
@@ -162,7 +161,7 @@ class TheirFamily(LlavaOnevision):
 
 
 @pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Processor]]:
+def theirs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Processor]:
     """A model and a processor of their family, made of those of LLaVA-OneVision."""
     monkeypatch.setitem(registry("model")._classes, "theirs", TheirFamily)
     like, processor = pair("random-ov")
@@ -173,19 +172,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Processor]]:
     for layer in model.model.language_model.layers:
         layer.__class__ = TheirLayer
         layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = TheirNorm
-    video = processor.video.to_dict()
-    yield (
-        model,
-        Processor(
-            "theirs_onevision",
-            processor.tokenizer,
-            image=processor.image.to_dict(),
-            video=video,
-            extra=processor.extra,
-            config=config.to_dict(),
-            chat_template=processor.chat_template,
-        ),
-    )
+    return model, processor_like(processor, "theirs_onevision", config=config.to_dict())
 
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -197,16 +184,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def content() -> list[dict[str, Any]]:
-    return [{"type": "video", "video": film(12)}, {"type": "text", "text": QUESTION}]
-
-
 @pytest.mark.parametrize("name", RECIPES)
 @torch.no_grad()
 def test_it_gives_what_the_family_it_copies_gives(theirs: tuple[Any, Processor], name: str) -> None:
     found = []
     for model, processor in (theirs, pair("random-ov")):
-        inputs = processor.chat(content(), fps=FPS)
+        inputs = processor.chat(asked_of_film(12), fps=FPS)
         with mmaccel.accelerate(model, **RECIPES[name]) as fast:
             ids = model.generate(**inputs, max_new_tokens=5, do_sample=False)
             # Two rows: the prompt's end, and what a pattern or pruner has made of it.

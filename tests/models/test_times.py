@@ -14,8 +14,17 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.registry import registry
-from mmaccel.core.streams.asking import asked
-from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, logits, open_session, pair
+from tests.models.streams import (
+    CLUSTERS,
+    FPS,
+    QUESTION,
+    every_stream,
+    film,
+    inputs_of,
+    logits,
+    open_session,
+    pair,
+)
 from tests.products import product
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -152,17 +161,11 @@ KEEPERS = {
 COUNT = 25
 
 
-def first(session: Any, between: tuple[float, float] | None) -> torch.Tensor:
-    with asked(session._live, QUESTION, 4, beside=True, between=between) as turn:
-        return turn.logits[0].clone()
-
-
 @torch.no_grad()
 def masked(name: str, begin: int, end: int) -> torch.Tensor:
     """[V] what the plain model says where the words of the question see, of the frames, those from `begin` to `end`."""
     model, processor = pair(name)
-    content = [{"type": "video", "video": film(COUNT)}, {"type": "text", "text": QUESTION}]
-    inputs = processor.chat(content, fps=FPS)
+    inputs, whole = inputs_of(name, COUNT), inputs_of(name, COUNT)
     shown = (inputs["input_ids"][0] == processor.video_token_id).nonzero()[:, 0]
     pace = 2 if name == "random-qwen" else 1
     units = -(-COUNT // pace)
@@ -174,7 +177,6 @@ def masked(name: str, begin: int, end: int) -> torch.Tensor:
     rows = torch.arange(last + 1, length)
     mask[rows[:, None], gone] = -torch.inf
     inputs["attention_mask"] = mask[None, None]
-    whole = processor.chat(content, fps=FPS)
     positions = {}
     if hasattr(model.model, "get_rope_index"):
         given = {k: v for k, v in whole.items() if "pixel" not in k}
@@ -187,9 +189,11 @@ def test_it_is_the_model_that_sees_no_other_frames() -> None:
         session.watch(film(COUNT), fps=FPS)
         for begin, end in ((4, 9), (0, 3), (20, 25)):
             want = masked("random-ov", begin, end)
-            assert torch.allclose(first(session, (begin / FPS, (end - 1) / FPS)), want, atol=2e-4)
-        assert not torch.allclose(first(session, None), want, atol=1e-3)
-        assert torch.allclose(first(session, (0.0, 1e9)), first(session, None), atol=2e-4)
+            between = begin / FPS, (end - 1) / FPS
+            assert torch.allclose(logits(session, beside=True, between=between), want, atol=2e-4)
+        whole = logits(session, beside=True)
+        assert not torch.allclose(whole, want, atol=1e-3)
+        assert torch.allclose(logits(session, beside=True, between=(0.0, 1e9)), whole, atol=2e-4)
 
 
 @pytest.mark.parametrize(("kv", "name"), product(KEEPERS, ["random-ov", "random-qwen"]))

@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):
     model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
     return request.param, model
 
 
@@ -221,7 +220,6 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
 )
 def test_what_cannot_share_a_step_is_decoded_alone_and_says_why(choice, why):
     model = BUILD["llava"](layers=3)
-    model.generation_config.eos_token_id = None
     inputs = prompt("llava", PROMPTS["video"])
     with mmaccel.accelerate(model, **choice) as fast:
         want = fast.generate(**inputs, max_new_tokens=8, do_sample=False)

@@ -70,7 +70,6 @@ class Peft(nn.Module):
 @pytest.mark.parametrize("kind", ["a stand-in", "peft"])
 def test_a_model_in_a_wrapper_is_accelerated_inside(family: str, kind: str) -> None:
     model = BUILD[family]()
-    model.generation_config.eos_token_id = None
     inputs = prompt(family, PROMPTS["long"])
     draft = copy.deepcopy(model)
     if kind == "peft":
@@ -122,7 +121,6 @@ def named(half: Any) -> Any:
 )
 def test_a_shard_of_heads_is_taken_as_it_is(family: str, recipe: dict[str, Any]) -> None:
     half = halved(BUILD[family]())
-    half.generation_config.eos_token_id = None
     inputs = prompt(family, PROMPTS["long"])
     with mmaccel.accelerate(half, **recipe) as fast:
         got = half.generate(**inputs, **TOLD)

@@ -36,8 +36,10 @@ def sampler(kind: str) -> Sampler:
 
 
 def model(kind: str, layers: int = 2, hidden: int = 64, seed: int = 0):
-    """A model of two layers: 4 heads of 16, 2 key/value heads."""
-    return sampler(kind).model(layers, hidden, seed)
+    """A model of two layers, 4 heads of 16, 2 key/value heads, whose answers no token ends."""
+    made = sampler(kind).model(layers, hidden, seed)
+    made.generation_config.eos_token_id = None
+    return made
 
 
 BUILD = {name: partial(model, name) for name in KINDS}

@@ -24,6 +24,7 @@ from mmaccel.media import Video, reader
 from mmaccel.media.container import Source
 from tests.media.films import Film, numbers
 from tests.media.odd import CASES, Odd
+from tests.spies import heard
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +113,7 @@ def test_an_address_without_an_index_is_read_once(
     film: Film, address: str, name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     film(name, muxer={"live": "1"} if name == "live.mkv" else None)
-    opened = []
-    real = Source._open
-    monkeypatch.setattr(Source, "_open", lambda self: (opened.append(self.name), real(self))[1])
+    opened = heard(monkeypatch, Source, "_open", lambda self: self.name)
     monkeypatch.setattr(Source, "index", lambda self: pytest.fail("it was read twice"))
     video = media.read(f"{address}/{name}", **how)
     found = numbers(video.frames)

@@ -30,6 +30,7 @@ from mmaccel_lab.eval.cases import Film
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -92,20 +93,14 @@ def test_sparse_to_dense_keeps_the_video_that_the_question_attends_to(family, mo
     """Against eager attention of the rows that see all of the video: the text after it, or the last row."""
     model, _, _ = family
     inputs = prompt("qwen" if "Qwen" in type(model).__name__ else "llava", pieces)
-    taken: list[torch.Tensor] = []
-    take = _Memory.take
-
-    def seen(self: _Memory, dense: Any, chosen: list[torch.Tensor], length: int) -> None:
-        taken.extend(chosen)
-        take(self, dense, chosen, length)
-
-    monkeypatch.setattr(_Memory, "take", seen)
+    kept = heard(monkeypatch, _Memory, "take", lambda self, dense, chosen, length: [*chosen])
     with mmaccel.accelerate(model, draft=SparseToDense(window=4, retention=0.5)) as fast:
         model.generate(**inputs, max_new_tokens=6, do_sample=False)
         layout = fast.adapter.layout(model, inputs)
     with torch.no_grad():
         attention = by_hand.eager(model)(**inputs, output_attentions=True).attentions
     asked, video = observers(layout), (layout.modality[0] == VIDEO).nonzero()[:, 0]
+    taken = [one for some in kept for one in some]
     assert len(taken) == len(attention) == 3
     for columns, weights in zip(taken, attention, strict=True):
         paid = weights[0].unflatten(0, (2, -1))[:, :, asked].mean((1, 2))[:, video]

@@ -18,6 +18,7 @@ from mmaccel.policies.draft import Parallel, _draft_decoder
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, logits, pair
 from tests.models.test_check_family import KINDS
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
+from tests.spies import heard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -168,13 +169,7 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
     # In float64, for a choice between nearly equal scores turns on rounding.
     _, plain = on_gpu(name, torch.float64, kv)
     _, replayed = on_gpu(name, torch.float64, kv)
-    made, capture = [], replay.captured
-
-    def noted(*given: Any) -> Any:
-        made.append(1)
-        return capture(*given)
-
-    monkeypatch.setattr(replay, "captured", noted)
+    made = heard(monkeypatch, replay, "captured", lambda *_: 1)
     with plain, replayed:
         for part in film(25).repeat(8, 1, 1, 1).split(20):
             found = []

@@ -116,23 +116,6 @@ def test_as_a_draft_it_goes_back_too(model: Any, inputs: Any) -> None:
         assert not hooks
 
 
-@torch.no_grad()
-def test_a_plain_model_goes_back_as_an_accelerated_one(model: Any, inputs: Any) -> None:
-    family, ids = (
-        adapter_for(model),
-        torch.randint(3, 180, (1, 9), generator=torch.Generator().manual_seed(5)),
-    )
-    one, other = (HFRunner.open(model, family) for _ in range(2))
-    for runner in (one, other):
-        runner.prefill(inputs)
-    length = one.length()
-    want = one.step(ids)
-    other.step(ids[:, :4])
-    other.step(torch.tensor([[7, 7, 7]]))
-    other.truncate(length + 4)
-    assert (other.step(ids[:, 4:]) - want[:, 4:]).abs().max() <= 1e-5
-
-
 def test_beams_batches_and_turns(model: Any, inputs: Any) -> None:
     several = batch(
         "qwen3_5", [inputs, prompt("qwen3_5", [("text", 3), ("video", 12), ("text", 20)], seed=4)]

@@ -18,6 +18,7 @@ from mmaccel.core.registry import registry
 from mmaccel.policies.kv._ingest import IngestState
 from tests.models.streams import CLUSTERS, FPS, QUESTION, film, logits, open_session, pair, plain, said
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 
@@ -206,14 +207,7 @@ def test_a_frame_sees_at_least_what_it_would_under_the_window(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the borders of passes too; and a question in the midst of an ingestion is refused."""
-    passes: list[tuple[int, int]] = []
-    took = IngestState._took
-
-    def noted(self: IngestState, held: Any, stream_pass: Any) -> None:
-        passes.append((stream_pass.first, self._first))
-        took(self, held, stream_pass)
-
-    monkeypatch.setattr(IngestState, "_took", noted)
+    passes = heard(monkeypatch, IngestState, "_took", lambda self, held, one: (one.first, self._first))
     with open_session(name, {"name": "recent", "window": 8, "local": 4, "ingest_frames": 12}) as session:
 
         def ask(done: int, total: int | None) -> None:
@@ -280,8 +274,8 @@ def test_a_pattern_that_lists_less_is_its_mask(
         report = session.report()
     assert report.kept is not None and report.kept < 1
     assert (found - dense).abs().max() > 100 * EQUAL, "the pattern did not act"
-    masked = list[Any]()
-    monkeypatch.setattr(attention, "attend_plan", lambda *given: masked.append(given) or by_mask(*given))
+    monkeypatch.setattr(attention, "attend_plan", by_mask)
+    masked = heard(monkeypatch, attention, "attend_plan", lambda *_: 1)
     with open_session(name, ROOMY[kv], **how) as session:
         session.ingest(film(FRAMES), fps=FPS)
         assert masked and (logits(session) - found).abs().max() <= EQUAL

@@ -21,7 +21,6 @@ from transformers import LogitsProcessor
 
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.memory.kv import KVState
 from mmaccel.models import install
 from mmaccel.models.attention import KVCache
 from mmaccel.models.install import Hooks
@@ -29,6 +28,7 @@ from tests import SOURCES
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("name", 4)]
 
@@ -285,14 +285,7 @@ def test_a_closed_session(name: str, uncollected: None) -> None:
     ids=str,
 )
 def test_an_answer(recipe: dict[str, Any], uncollected: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[weakref.ref[KVState]] = []
-    begin = KVCache.__init__
-
-    def told(cache: KVCache, state: KVState, *rest: Any) -> None:
-        opened.append(weakref.ref(state))
-        begin(cache, state, *rest)
-
-    monkeypatch.setattr(KVCache, "__init__", told)
+    opened = heard(monkeypatch, KVCache, "__init__", lambda cache, state, *_: weakref.ref(state))
     model = BUILD["qwen"](layers=3)
     with mmaccel.accelerate(model, **recipe) as fast:
         fast.generate(**prompt("qwen", [("text", 9)]), max_new_tokens=3, do_sample=False)

@@ -23,6 +23,7 @@ from mmaccel.core.streams import parts
 from mmaccel.models import step
 from tests.models import test_stream_families
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
+from tests.spies import heard
 
 BEFORE, MEANWHILE, TOKENS = 14, 12, 40
 HYBRID = "qwen3_5"
@@ -240,18 +241,13 @@ def compared(
 def test_nothing_but_tokens_comes_inside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another question waits until the pass is through: half of it is not a stream."""
     with opened("random-ov", MEMORIES["mosaic"]) as session, opened("random-ov", MEMORIES["rekv"]) as other:
-        turns, seen, over = session._stream_adapter.turns, list[bool](), threading.Event()
-        snapshot = type(other._live.state).snapshot
-
-        def noted(*given: Any) -> Any:
-            seen.append(turns._still is None)
-            return snapshot(*given)
+        turns, over = session._stream_adapter.turns, threading.Event()
 
         def ask() -> None:
             while not over.is_set():
                 other.ask(QUESTION, 1)
 
-        monkeypatch.setattr(type(other._live.state), "snapshot", noted)
+        seen = heard(monkeypatch, type(other._live.state), "snapshot", lambda *_: turns._still is None)
         with monkeypatch.context() as patched:
             meeting = Meeting(session, shots("random-ov")[BEFORE:], patched)
             asking = threading.Thread(target=ask)
@@ -270,12 +266,8 @@ def test_steps_are_made_ready_before_the_first_token(kv: str, monkeypatch: pytes
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     with opened("random-ov", MEMORIES[kv]) as session:
         plain, length = session.ask(QUESTION, 8), session._live.state.length()
-        ran = list[int]()
+        ran = heard(monkeypatch, step.StreamSteps, "run", lambda steps, given, embeds, *_: len(embeds))
         monkeypatch.setattr(Replays, "ready", lambda *given: len(ran) >= 2)
-        run = step.StreamSteps.run
-        monkeypatch.setattr(
-            step.StreamSteps, "run", lambda self, *given: (ran.append(len(given[1])), run(self, *given))[1]
-        )
         assert told(session.ask(QUESTION, 8)) == told(plain)
         assert ran[1:] == [1] * 8  # one of them before the answer, of which the prompt gives the first token
         assert session._live.state.length() == length
@@ -294,12 +286,8 @@ def test_on_a_gpu(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
         session.watch(shots("random-ov")[:BEFORE], fps=FPS)
         return session
 
-    late, captured, token = list[int](), replay.captured, Meter.token
-    tokens = [0]
-    monkeypatch.setattr(replay, "captured", lambda *given: (late.append(tokens[0]), captured(*given))[1])
-    monkeypatch.setattr(
-        Meter, "token", lambda self, n=1: (tokens.__setitem__(0, tokens[0] + n), token(self, n))[1]
-    )
+    tokens = heard(monkeypatch, Meter, "token", lambda self, n=1: n)
+    late = heard(monkeypatch, replay, "captured", lambda *given: sum(tokens))
     with opened_there() as quiet:
         alone = quiet.ask(QUESTION, LONG_TOKENS)
         assert late and not any(late), late

@@ -30,6 +30,7 @@ from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToD
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, batch, prompt
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -136,16 +137,9 @@ def test_up_to_the_model_s_last_position(pair, strategy, room):
     alone = target.generate(**inputs, max_length=limit, do_sample=False)
     assert alone.shape[1] == limit
     with mmaccel.accelerate(target, draft=STRATEGIES[strategy](draft, 5)) as fast:
-        lengths = []
         runner = type(fast.view.runner())
-        step = runner.step
-
-        def counted(self, ids, *rest, **named):
-            lengths.append(self.length() + ids.shape[1])
-            return step(self, ids, *rest, **named)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner, "step", counted)
+            lengths = heard(patch, runner, "step", lambda self, ids, *_, **__: self.length() + ids.shape[1])
             assert torch.equal(target.generate(**inputs, max_length=limit, do_sample=False), alone)
         assert fast.report().draft["failed"] is None
     assert lengths or room == 1

@@ -26,26 +26,29 @@ from tests.models.tiny_random import BUILD, prompt, qwen
 from tests.spies import heard
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each of three operators is called."""
+    found: dict[str, int] = {}
+
+    def counted(name: str) -> None:
+        op = getattr(layer_ops, name)
+        monkeypatch.setattr(
+            layer_ops, name, lambda *given: (found.__setitem__(name, found.get(name, 0) + 1), op(*given))[1]
+        )
+
+    for name in ("rms_norm", "silu_times_", "rotate_"):
+        counted(name)
+    return found
+
+
 @pytest.mark.parametrize("family", list(BUILD))
-def test_a_model_says_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_says_the_same(family: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the operators, in their plain form here, in the place of a model's own steps."""
     model = BUILD[family](layers=2)
     inputs = prompt("llava", [("text", 200)])
     with torch.no_grad():
         wanted = model(**inputs).logits
-    calls: dict[str, int] = {}
-
-    def counted(name: str):
-        op = getattr(layer_ops, name)
-
-        def call(*args):
-            calls[name] = calls.get(name, 0) + 1
-            return op(*args)
-
-        return call
-
-    for name in ("rms_norm", "silu_times_", "rotate_"):
-        monkeypatch.setattr(layer_ops, name, counted(name))
     monkeypatch.setattr(layer_ops, "fusible", lambda x: True)
     attention = model.model.language_model.layers[0].self_attn
     with mmaccel.accelerate(model, "dense"):
@@ -116,20 +119,7 @@ def test_features_are_the_same(model: Any, fused: None, products: list[Any], dty
 
 
 @torch.no_grad()
-def test_each_step_is_one_kernel(model: Any, fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: dict[str, int] = {}
-
-    def counted(name: str) -> Any:
-        op = getattr(layer_ops, name)
-
-        def call(*args: Any) -> Any:
-            calls[name] = calls.get(name, 0) + 1
-            return op(*args)
-
-        return call
-
-    for name in ("rms_norm", "silu_times_", "rotate_"):
-        monkeypatch.setattr(layer_ops, name, counted(name))
+def test_each_step_is_one_kernel(model: Any, fused: None, calls: dict[str, int]) -> None:
     with mmaccel.accelerate(model, "dense"):
         encoded(model)
         # Two blocks, and the norm of the merger.

@@ -23,6 +23,7 @@ from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.streams import FPS, QUESTION, every_stream, film, pair
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -251,22 +252,17 @@ def test_evidence_weighs_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a unit whose tokens a layer drops nothing reaches the answer there."""
     from mmaccel.policies.kv._windowed import StreamMemory
 
-    told: dict[int, Tensor] = {}
-    inner = StreamMemory._units_of
-
-    def units_of(self: StreamMemory, layer: int, shares: Tensor) -> Tensor:
-        told[layer] = shares[0].clone()
-        return inner(self, layer, shares)
-
-    monkeypatch.setattr(StreamMemory, "_units_of", units_of)
+    seen = heard(
+        monkeypatch, StreamMemory, "_units_of", lambda self, layer, shares: (layer, shares[0].clone())
+    )
     recipe = {"kv": {**TIGHT["recent"], "local": 4}}
     with session("random-ov", recipe) as one:
-        bare = [seen.score for seen in one.ask(QUESTION, 1).evidence]
-    whole = dict(told)
+        bare = [moment.score for moment in one.ask(QUESTION, 1).evidence]
+    whole = dict(seen)
     prune = FastV(layer=2, retention=0.25)
     with session("random-ov", {**recipe, "prune": prune}) as one:
-        scores = [seen.score for seen in one.ask(QUESTION, 1).evidence]
-        left = one.counters()["visual from layer 2"]
+        scores = [moment.score for moment in one.ask(QUESTION, 1).evidence]
+        left, told = one.counters()["visual from layer 2"], dict(seen)
     assert scores != bare and sum(scores) == pytest.approx(1)  # type: ignore[arg-type]
     for layer in range(DEPTH):
         assert bool((whole[layer] > 0).all())

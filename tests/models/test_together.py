@@ -16,14 +16,11 @@ from mmaccel.core.decoding.batch import Batch, Seat
 from mmaccel.models import step
 from mmaccel.models.together import StepsTogether, sharing, why_not
 from tests.backends.test_triton import run
-from tests.models.tiny_random import BUILD as COMMON
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 
-BUILD = {
-    **COMMON,
-    **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")},
-}
+FAMILIES = ("qwen", "llava", "glm4v", "internvl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")
+BUILD = {name: partial(tiny, name) for name in FAMILIES}
 KINDS = ["text", "video", "interleaved", "long", "image"]
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -321,19 +322,21 @@ odd(
 )  # fmt: skip
 
 
-def cover(path: Path) -> None:
-    """Sound with a picture of its cover."""
+def sounding(path: Path, cover: bool) -> None:
+    """Sound, alone or with a picture of its cover."""
     with av.open(str(path), "w") as container:
         sound: Any = container.add_stream("aac", rate=16000, layout="mono")
-        picture: Any = container.add_stream("mjpeg", rate=1)
-        picture.width, picture.height, picture.pix_fmt = WIDTH, HEIGHT, "yuvj420p"
-        picture.disposition = av.stream.Disposition.attached_pic.value
-        container.mux(picture.encode(av.VideoFrame.from_ndarray(card(1, HEIGHT, WIDTH), format="rgb24")))
+        if cover:
+            picture: Any = container.add_stream("mjpeg", rate=1)
+            picture.width, picture.height, picture.pix_fmt = WIDTH, HEIGHT, "yuvj420p"
+            picture.disposition = av.stream.Disposition.attached_pic.value
+            container.mux(picture.encode(av.VideoFrame.from_ndarray(card(1, HEIGHT, WIDTH), format="rgb24")))
         for number in range(4):
             frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
             frame.sample_rate, frame.pts = 16000, number * 1024
             container.mux(sound.encode(frame))
-        container.mux(itertools.chain(sound.encode(None), picture.encode(None)))
+        container.mux(itertools.chain(sound.encode(None), picture.encode(None) if cover else ()))
 
 
-CASES["sound with a cover"] = Odd("mp4", cover, fails="has no video: it holds only audio.")
+for name, shown in (("sound with a cover", True), ("sound alone", False)):
+    CASES[name] = Odd("mp4", partial(sounding, cover=shown), fails="has no video: it holds only audio.")

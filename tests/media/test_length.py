@@ -4,10 +4,7 @@ evenly, and its frames are those of its true schedule."""
 from __future__ import annotations
 
 import bisect
-import functools
-import http.server
 import itertools
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +19,7 @@ from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.core.streams.stream_runner import moments
 from mmaccel.media import Video, reader
 from mmaccel.media.container import Source
-from tests.media.films import Film, numbers
+from tests.media.films import Film, answering, numbers, send
 from tests.media.odd import CASES, Odd
 from tests.spies import heard
 
@@ -38,19 +35,8 @@ def silence() -> Iterator[None]:
 def address(tmp_path: Path) -> Iterator[str]:
     """The test's folder behind HTTP, without ranges: what is read once cannot be sought in."""
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path))
-    )
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(lambda request: send(request, (tmp_path / request.path[1:]).read_bytes())) as url:
+        yield url
 
 
 def evenly(found: list[int], step: int, total: int) -> bool:

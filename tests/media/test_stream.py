@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import functools
-import http.server
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import torch
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.stream import Growing
-from tests.media.films import Film, numbers
+from tests.media.films import Film, answering, numbers, send
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
 
@@ -202,39 +201,13 @@ def test_a_plain_mp4_in_the_making_cannot_be_followed(film: Film) -> None:
         next(media.clips(path, fps=1, frames_per_clip=1, follow=True, timeout=0.1))
 
 
-def test_a_clock_that_begins_anew_runs_on(film: Film, tmp_path: Path) -> None:
-    path = tmp_path / "joined.ts"
-    path.write_bytes(film("a.ts", 20).read_bytes() + film("b.ts", 30).read_bytes())
-    video = media.read(path)
-    assert numbers(video.frames) == [*range(20), *range(30)]
-    assert (video.times.diff() > 0.09).all() and (video.times.diff() < 0.11).all()
-
-
-def test_a_stream_may_be_left_early(film: Film) -> None:
-    path = film()
-    stream = media.clips(path, fps=10, frames_per_clip=2)
-    assert numbers(next(stream).frames) == [0, 1]
-    stream.close()
-    path.unlink()
-
-
 def test_an_address(film: Film) -> None:
     path = film("film.mp4", 20, muxer={"movflags": "faststart"})
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=str(path.parent))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/{path.name}"
-        try:
-            parts = list(media.clips(url, fps=5, frames_per_clip=4, timeout=5.0))
-            assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 20, 2))
-            assert numbers(media.read(url, frames=4, timeout=5.0).frames) == [0, 5, 10, 15]
-        finally:
-            server.shutdown()
+    with answering(lambda request: send(request, path.read_bytes())) as url:
+        parts = list(media.clips(f"{url}/film.mp4", fps=5, frames_per_clip=4, timeout=5.0))
+        assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 20, 2))
+        assert numbers(media.read(f"{url}/film.mp4", frames=4, timeout=5.0).frames) == [0, 5, 10, 15]
 
 
 @pytest.mark.parametrize(("name", "how"), [("film.mkv", "stall"), ("film.ts", "stall"), ("film.mkv", "cut")])
@@ -242,22 +215,14 @@ def test_an_address_that_stalls_or_breaks_off(film: Film, name: str, how: str) -
     path = film(name, height=128, width=256, gop=6, options={"preset": "ultrafast", "qp": "5"})
     data, served = path.read_bytes(), threading.Event()
 
-    class Halting(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            whole = served.is_set()
-            self.wfile.write(data if whole else data[: len(data) // 2])
-            if how == "stall" and not whole:
-                served.wait(20)
+    def halting(request: Any) -> None:
+        whole = served.is_set()
+        send(request, data, 1 if whole else 2)
+        if how == "stall" and not whole:
+            served.wait(20)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Halting) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url, parts = f"http://127.0.0.1:{server.server_address[1]}/{name}", []
+    with answering(halting) as site:
+        url, parts = f"{site}/{name}", []
         try:
             stream = media.clips(url, fps=5, frames_per_clip=5, timeout=0.7, gaps="mark")
             with pytest.raises(VideoError) as caught:
@@ -272,7 +237,6 @@ def test_an_address_that_stalls_or_breaks_off(film: Film, name: str, how: str) -
             rest = list(stream)
         finally:
             served.set()
-            server.shutdown()
     clock = torch.cat([part.clock for part in parts + rest])
     assert clock.tolist() == [k / 5 for k in range(len(clock))]
     kinds = {one.kind for part in rest for one in part.events}

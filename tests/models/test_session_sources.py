@@ -3,12 +3,9 @@ kept."""
 
 from __future__ import annotations
 
-import http.server
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from mmaccel.core.streams import sources
 from mmaccel.core.streams.parts import Clip
 from mmaccel.media import Video
 from mmaccel.media.container import Source
-from tests.media.films import write_film
+from tests.media.films import answering, silent_pipe, write_film
 from tests.media.odd import even, write
 from tests.media.test_live import gone, readers
 from tests.models.streams import QUESTION, every_stream, film, logits, open_session
@@ -31,26 +28,6 @@ from tests.products import product
 FRAMES = 24
 AFTER_S, LATE_S = 2.5, 9.0
 """When `watch` is ended, and less than the 10 s after which it would tell a stall."""
-
-
-@contextmanager
-def silent_pipe(path: Path, data: bytes) -> Iterator[None]:
-    """A pipe that has `data` and stays open."""
-    os.mkfifo(path)
-    over = threading.Event()
-
-    def feed() -> None:
-        with path.open("wb", buffering=0) as file:
-            file.write(data)
-            over.wait(20)
-
-    writer = threading.Thread(target=feed)
-    writer.start()
-    try:
-        yield
-    finally:
-        over.set()
-        writer.join()
 
 
 def watched(session: mmaccel.VideoSession, path: Path | str, how: str, **more: Any) -> tuple[int, float]:
@@ -106,25 +83,11 @@ def test_a_slow_decoder_is_left(
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
 def test_an_address_that_never_answers_is_left(how: str) -> None:
     over = threading.Event()
-
-    class Silent(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            over.wait(20)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with (
-        open_session("random-ov", "recent") as session,
-        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server,
-    ):
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with open_session("random-ov", "recent") as session, answering(lambda request: over.wait(20)) as site:
         try:
-            address = f"http://127.0.0.1:{server.server_address[1]}/camera.ts"
-            done, took = watched(session, address, how)
+            done, took = watched(session, f"{site}/camera.ts", how)
         finally:
             over.set()
-            server.shutdown()
     assert done == 0 and took < LATE_S
 
 

@@ -144,8 +144,10 @@ def test_a_pipeline(folder: Path) -> None:
     ]
     how = {"generate_kwargs": {"max_new_tokens": 5, "do_sample": False}}
     plain = pipe(text=asked, **how)
-    with mmaccel.accelerate(model):
-        assert pipe(text=asked, **how) == plain
+    for recipe in ({}, {"draft": "prompt_lookup"}):
+        with mmaccel.accelerate(model, **recipe) as fast:
+            assert pipe(text=asked, **how) == plain
+            assert fast.report().new_tokens > 0
     with mmaccel.accelerate(model, **SPARSE) as fast:
         pipe(text=asked, **how)
         assert fast.report().kept is not None

@@ -23,7 +23,7 @@ from mmaccel.serve.admission import Admission
 from mmaccel.serve.kept import Pictures
 from mmaccel.serve.settings import Limits, Refused, Settings
 from tests.media.films import write_film
-from tests.serve.conftest import SESSIONS, SMALL, Served, jpegs, running, text, video
+from tests.serve.conftest import SESSIONS, SMALL, Served, jpegs, opened, running, text, video
 
 
 def bomb(side: int = 4096) -> bytes:
@@ -50,7 +50,7 @@ def test_frames_that_are_too_large_together_are_not_decoded(served: Served, unde
     told = served.chat([video("data:video/webp;base64," + ",".join(many)), text()])
     assert told.status_code == 413 and "decoded" in told.text
     with served.client() as client:
-        path = f"{SESSIONS}/{client.post(SESSIONS, json={}).json()['id']}"
+        path = opened(client)
         told = client.post(f"{path}/frames", json={"frames": many})
         assert told.status_code == 413 and "decoded" in told.text
         client.delete(path)

@@ -26,12 +26,12 @@ from tests.serve.conftest import (
     KEY,
     OTHER,
     QUESTION,
-    SESSIONS,
     Served,
     frames_url,
     jpegs,
     loaded,
     mp4_url,
+    opened,
     running,
     text,
     video,
@@ -210,8 +210,7 @@ def test_a_client_that_leaves_ends_its_answer(unending: Served, recipe: str, str
         streams = served.app.state.streams
         if recipe == "stream":
             with served.client() as client:
-                path = f"{SESSIONS}/{client.post(SESSIONS, json={}).json()['id']}/ask"
-                client.post(path.replace("ask", "frames"), json={"frames": list(jpegs()[:3]), "fps": 1})
+                path = f"{opened(client, 3)}/ask"
             asked = {"question": "Describe.", "stream": streamed, "max_tokens": 1500}
         written = json.dumps(asked).encode()
         one = raw(served)
@@ -275,8 +274,7 @@ def test_out_of_memory_in_one_request_leaves_the_others(
         assert answers[number].status_code == (503 if frames == bad else 200), answers[number].text
     assert answers[1].json()["error"]["code"] == "out_of_memory"
     with served.client() as client:
-        path = f"/v1/streaming/sessions/{client.post('/v1/streaming/sessions', json={}).json()['id']}"
-        client.post(f"{path}/frames", json={"frames": list(jpegs()[:3]), "fps": 1})
+        path = opened(client, 3)
         failed = client.post(f"{path}/frames", json={"frames": list(jpegs()[:bad]), "fps": 1})
         assert failed.status_code == 503
         assert (

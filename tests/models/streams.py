@@ -87,9 +87,14 @@ def processor_like(stock: Processor, kind: str | None = None, **changes: Any) ->
     return Processor(kind or stock.model_type, stock.tokenizer, **{**given, **changes})
 
 
-def open_session(name: str, kv: Any, **choices: Any) -> mmaccel.VideoSession:
-    model, processor = pair(name)
-    return mmaccel.VideoSession(model, processor, None, kv=kv, **choices)
+def open_session(
+    name: str, kv: Any, count: int = 0, fps: float = FPS, **choices: Any
+) -> mmaccel.VideoSession:
+    """A session, which has watched so many of the first frames of a film."""
+    session = mmaccel.VideoSession(*pair(name), None, kv=kv, **choices)
+    if count:
+        session.watch(film(count), fps=fps)
+    return session
 
 
 def every_stream(frames: int = 1 << 20, window: int = 1 << 20) -> dict[str, dict[str, Any]]:

@@ -35,8 +35,7 @@ PRUNERS = ("attention", "uniform", "random", "uv")
 
 
 def asked(kv: Any, draft: Any, frames: int = 18, name: str = "random-qwen", **choices: Any) -> Any:
-    with open_session(name, kv, draft=draft, **choices) as session:
-        session.watch(film(frames), fps=FPS)
+    with open_session(name, kv, frames, draft=draft, **choices) as session:
         answer = session.ask(QUESTION, TOKENS)
         stream = session._live.beside.stream
         assert answer.counters.get("failed") is None and not session._live.beside.failed
@@ -74,8 +73,7 @@ def test_a_pruner_that_keeps_everything_changes_nothing_of_the_draft(kv: str) ->
 def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> Heard:
     """What a draft's pruner is told of the question to a session."""
     draft = Sequential(model=pair("random-ov")[0], prune=prune)
-    with open_session("random-ov", kv, draft=draft, **choices) as session:
-        session.watch(film(18), fps=FPS)
+    with open_session("random-ov", kv, 18, draft=draft, **choices) as session:
         around = session._live.around
         assert isinstance(around, Listening)
         with asked_of(session._live, QUESTION, 4):
@@ -139,15 +137,13 @@ def test_states_go_back_with_a_clip_and_are_saved(kv: str, tmp_path: Path) -> No
         assert heard is not None
         return heard.paid
 
-    with open_session("random-ov", TIGHT[kv], draft=draft) as session:
-        session.watch(film(10), fps=FPS)
+    with open_session("random-ov", TIGHT[kv], 10, draft=draft) as session:
         with pytest.raises(ModelError):
             session.watch(film(10), times=[float(n) for n in range(20, 31)])
         session.watch(film(18)[10:], fps=FPS)
         found = scores(session)
         session.save(tmp_path / "saved")
-    with open_session("random-ov", TIGHT[kv], draft=draft) as session:
-        session.watch(film(10), fps=FPS)
+    with open_session("random-ov", TIGHT[kv], 10, draft=draft) as session:
         session.watch(film(18)[10:], fps=FPS)
         assert torch.equal(scores(session), found)
         session.load(tmp_path / "saved")
@@ -156,8 +152,7 @@ def test_states_go_back_with_a_clip_and_are_saved(kv: str, tmp_path: Path) -> No
 
 def test_frames_that_were_not_heard_are_told_of(tmp_path: Path) -> None:
     model = pair("random-ov")[0]
-    with open_session("random-ov", ALL["mosaic"], draft=Sequential(model=model)) as session:
-        session.watch(film(10), fps=FPS)
+    with open_session("random-ov", ALL["mosaic"], 10, draft=Sequential(model=model)) as session:
         session.save(tmp_path / "saved")
     with open_session("random-ov", ALL["mosaic"], draft=Sequential(model=model, prune=UV)) as session:  # type: ignore[arg-type]
         session.load(tmp_path / "saved")
@@ -227,8 +222,7 @@ def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
 
     monkeypatch.setattr(_Frames, "pick", seen)
     pace, want = (1 if name == "random-ov" else 2), asked(TIGHT[kv], "off", name=name)[0]
-    with open_session(name, TIGHT[kv], draft=cheap(name, frames=4)) as session:
-        session.watch(film(18), fps=FPS)
+    with open_session(name, TIGHT[kv], 18, draft=cheap(name, frames=4)) as session:
         answer = session.ask(QUESTION, TOKENS)
         session.save(tmp_path / "saved")
         counters = session._live.beside.stream._live.counters()

@@ -125,8 +125,7 @@ def test_a_film_longer_than_the_positions_keeps_its_places_within_them(
 @pytest.mark.parametrize("kv", ROOMY)
 def test_an_ingestion_that_fails_or_is_cancelled_leaves_the_stream_as_it_was(kv: str) -> None:
     fields = {**ROOMY[kv], **({"ingest_frames": 12} if kv in ("rekv", "mosaic retrieving") else {})}
-    with open_session("random-ov", fields, chunk=64) as session:
-        session.watch(film(9), fps=FPS)
+    with open_session("random-ov", fields, 9, chunk=64) as session:
         before, told = logits(session), session.counters()
 
         def stop(done: int, total: int | None) -> None:
@@ -145,8 +144,7 @@ def test_an_ingestion_that_fails_or_is_cancelled_leaves_the_stream_as_it_was(kv:
         assert len(session) == 9 and torch.equal(logits(session), before)
         for name in ("units", "window", "resident", "host_units"):
             assert session.counters().get(name) == told.get(name)
-        with open_session("random-ov", fields, chunk=64) as other:
-            other.watch(film(9), fps=FPS)
+        with open_session("random-ov", fields, 9, chunk=64) as other:
             for one in (session, other):
                 one.ingest(film(25)[9:])
             assert torch.allclose(logits(session), logits(other), atol=EQUAL)
@@ -160,8 +158,7 @@ def test_a_first_ingestion_that_fails_leaves_no_stream() -> None:
 
 
 def test_a_store_that_is_full_when_the_film_ends_leaves_the_stream_as_it_was() -> None:
-    with open_session("random-ov", {**ROOMY["rekv"], "host_bytes": 0}) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", {**ROOMY["rekv"], "host_bytes": 0}, 4) as session:
         before = logits(session)
         with pytest.raises(mmaccel.core.errors.StoreError, match="cap"):
             session.ingest(film(FRAMES)[4:])
@@ -293,8 +290,7 @@ def test_live_frames_stay_as_they_are_and_the_report_says_so() -> None:
 
 
 def test_no_cache_runs_its_picked_frames_under_the_pattern() -> None:
-    with open_session("random-ov", "no_cache", sparse=FEW["a_shape"], backend="reference") as session:
-        session.watch(film(FRAMES), fps=FPS)
+    with open_session("random-ov", "no_cache", FRAMES, sparse=FEW["a_shape"], backend="reference") as session:
         session.ask(QUESTION, 2)
         report = session.report()
     assert report.kept is not None and report.kept < 1 and report.notes == ()

@@ -31,8 +31,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def test_answers_are_those_of_a_session(tmp_path: Path) -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(9), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 9) as session:
         whole = session.ask(QUESTION, 8)
 
     async def live() -> None:
@@ -120,8 +119,7 @@ def test_leaving_a_reply_ends_the_answer() -> None:
 
 def test_wrong_frames_are_told_beside_an_answer() -> None:
     """What changed nothing is not taken back, and so waits for no answer."""
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 4) as session:
         with session._asking.holding(), ThreadPoolExecutor(1) as other:
             late = other.submit(session.watch, film(2), [0.0, 1.0])
             with pytest.raises(ModelError, match="be later than"):
@@ -164,8 +162,7 @@ def test_figures_are_read_between_passes() -> None:
 def test_the_disk_leaves_the_model_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another session may use the model while checksums of a save or of a load are made."""
     real, held = session_io._print_of, list[Any]()
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 4) as session:
         turns = session._stream_adapter.turns
         monkeypatch.setattr(
             session_io, "_print_of", lambda *given: (held.append(turns._holder), real(*given))[1]

@@ -41,8 +41,7 @@ def plainly(name: str, messages: list[Any], count: int = 6) -> torch.Tensor:
 def test_messages_are_the_plain_models_prompt(name: str) -> None:
     image = {"type": "image", "image": film(25, seed=9)[4]}
     shown = [*TURNS[:-1], {"role": "user", "content": [image, {"type": "text", "text": QUESTION}, image]}]
-    with open_session(name, WHOLE["full"]) as session:
-        session.watch(film(6), fps=FPS)
+    with open_session(name, WHOLE["full"], 6) as session:
         for messages in (TURNS, shown, [shown[-1]]):
             found = logits(session, messages, beside=True)
             assert torch.allclose(found, plainly(name, messages), atol=2e-4), messages
@@ -50,8 +49,7 @@ def test_messages_are_the_plain_models_prompt(name: str) -> None:
 
 
 def test_the_session_keeps_a_conversation() -> None:
-    with open_session("tiny-ov", TIGHT["rekv"]) as session:
-        session.watch(film(9), fps=FPS)
+    with open_session("tiny-ov", TIGHT["rekv"], 9) as session:
         one = session.ask(QUESTION, 6, chat=True)
         assert session.history == [
             {"role": "user", "content": QUESTION},
@@ -86,8 +84,7 @@ def test_a_system_message_is_read_behind_the_video() -> None:
     ],
 )
 def test_what_is_no_question(question: Any, words: str) -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(3), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 3) as session:
         with pytest.raises(ModelError) as caught:
             session.ask(question)
         assert words in str(caught.value) and str(caught.value).endswith(".")
@@ -106,8 +103,7 @@ def test_what_is_no_question(question: Any, words: str) -> None:
     ],
 )
 def test_settings_that_cannot_be(settings: Any, words: str) -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(3), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 3) as session:
         with pytest.raises(ModelError) as caught:
             session.ask(QUESTION, 3, **settings)
         assert words in str(caught.value)
@@ -161,8 +157,7 @@ def library() -> Any:
 
 @pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen", "random-ov"])
 def test_an_answer_is_json_of_the_schema(library: Any, name: str) -> None:
-    with open_session(name, REKV) as session:
-        session.watch(film(12), fps=FPS)
+    with open_session(name, REKV, 12) as session:
         plain = session.ask(QUESTION, 10)
         answer = session.ask(QUESTION, 80, schema=SCHEMA)
         assert fits(answer.text) and answer.finish_reason == "stop" and answer.evidence
@@ -184,8 +179,7 @@ def test_drafts_say_the_same(library: Any, draft: str, sample: bool) -> None:
     model, processor = pair("tiny-ov")
     fields = {"name": draft} | ({} if draft == "prompt_lookup" else {"model": "tiny-ov-draft"})
     how: dict[str, Any] = {"do_sample": True, "seed": 3, "temperature": 1.5} if sample else {}
-    with open_session("tiny-ov", REKV) as session:
-        session.watch(film(12), fps=FPS)
+    with open_session("tiny-ov", REKV, 12) as session:
         want = session.ask(QUESTION, 80, schema=SCHEMA).text
     with mmaccel.VideoSession(model, processor, None, kv=REKV, draft=fields) as session:
         session.watch(film(12), fps=FPS)
@@ -239,8 +233,7 @@ def test_the_processor_goes_by_the_ids_alone(library: Any) -> None:
     ],
 )
 def test_what_is_no_schema(library: Any, schema: Any, says: str) -> None:
-    with open_session("random-ov", REKV) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", REKV, 4) as session:
         with pytest.raises(ModelError, match=says):
             session.ask(QUESTION, 4, schema=schema)
         assert session.ask(QUESTION, 4).ids
@@ -254,8 +247,7 @@ def test_without_the_library_a_sentence_says_what_to_install(monkeypatch: pytest
             raise ImportError(name)
         return real(name, *rest)
 
-    with open_session("random-ov", REKV) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", REKV, 4) as session:
         monkeypatch.setattr(builtins, "__import__", absent)
         with pytest.raises(
             ModelError, match=r"it needs llguidance; install it with pip install 'mmaccel\[json\]'"

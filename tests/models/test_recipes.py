@@ -258,8 +258,7 @@ def resting_draft() -> Any:
 
 
 def other_size() -> Any:
-    with open_session("random-qwen", "recent") as session:
-        session.watch(film(2), fps=FPS)
+    with open_session("random-qwen", "recent", 2) as session:
         frames = torch.nn.functional.interpolate(film(4), (90, 60))
         return inspect.currentframe().f_lineno, session.watch(frames, fps=FPS)
 

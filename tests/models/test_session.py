@@ -51,8 +51,7 @@ def test_progress_counts_frames(tmp_path: Path) -> None:
 
 def test_evidence_tells_what_layers_looked_at() -> None:
     fields = {"name": "rekv", "frames": 4, "window": 6, "local": 2}
-    with open_session("random-ov", fields) as session:
-        session.watch(film(20), fps=FPS)
+    with open_session("random-ov", fields, 20) as session:
         answer = session.ask(QUESTION, 2)
         recalled = sum(one.recalled for one in answer.evidence)
         assert recalled == pytest.approx(4.0), "each layer recalls its budget"
@@ -68,8 +67,7 @@ def test_evidence_tells_what_layers_looked_at() -> None:
             and told["host_puts"] > 0
             and told["host_bytes_in"] > 0
         )
-    with open_session("random-qwen", fields) as session:
-        session.watch(film(9), fps=FPS)
+    with open_session("random-qwen", fields, 9) as session:
         assert {one.frames[1] - one.frames[0] for one in session.ask(QUESTION, 1).evidence} == {1}
 
 
@@ -116,8 +114,7 @@ def test_most_of_a_long_stream_is_off_the_device_and_the_rest_does_not_grow() ->
 
 @pytest.mark.parametrize("kv", TIGHT)
 def test_an_answer_comes_token_by_token(kv: str) -> None:
-    with open_session("tiny-ov", TIGHT[kv]) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("tiny-ov", TIGHT[kv], 14) as session:
         whole = session.ask("describe the video .", 12)
         reply = session.ask("describe the video .", 12, stream=True)
         pieces = list(reply)
@@ -129,8 +126,7 @@ def test_an_answer_comes_token_by_token(kv: str) -> None:
 
 
 def test_an_answer_that_nobody_reads_ends() -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 14) as session:
         before, inner, steps = logits(session), session._stream_adapter.logits, [0]
 
         def counted(hidden: torch.Tensor) -> torch.Tensor:
@@ -277,8 +273,7 @@ def test_lists_of_images_are_frames() -> None:
 
 def test_clusters_that_were_asked_for_are_the_caller_s_own() -> None:
     """What a stream makes of them later does not change them, nor what is done to them the stream."""
-    with open_session("random-ov", TIGHT["mosaic"]) as session:
-        session.watch(film(18), fps=FPS)
+    with open_session("random-ov", TIGHT["mosaic"], 18) as session:
         before = {name: owner.clone() for name, owner in session.clusters().items()}
         for owner in session.clusters().values():
             owner.fill_(-1)

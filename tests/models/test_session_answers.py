@@ -34,8 +34,7 @@ DRAFTS = ({"name": "off"}, {"name": "prompt_lookup"})
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft["name"])
 def test_an_answer_says_why_it_ends(draft: dict[str, Any]) -> None:
-    with open_session("tiny-ov", TIGHT["rekv"], draft=draft) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("tiny-ov", TIGHT["rekv"], 14, draft=draft) as session:
         whole = session.ask(QUESTION)
         assert whole.finish_reason == "stop" and len(whole.ids) < MAX_NEW_TOKENS
         cut = session.ask("describe the video .", 5)
@@ -82,8 +81,7 @@ def test_a_question_past_the_positions_is_refused_before_it_is_run(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limited(monkeypatch, "random-ov", 400)
-    with open_session("random-ov", TIGHT[kv]) as session:
-        session.watch(film(8), fps=FPS)
+    with open_session("random-ov", TIGHT[kv], 8) as session:
         before = session.ask(QUESTION, 2)
 
         def run(*given: Any, **named: Any) -> None:
@@ -104,8 +102,7 @@ def test_a_memory_that_keeps_little_answers_where_all_of_the_stream_would_not_fi
     limited(monkeypatch, "random-ov", 400)
     long = "what was it ? " * 30
     for kv in ({**TIGHT["rekv"], "positions": "original"}, TIGHT["mosaic"], TIGHT["streammem"]):
-        with open_session("random-ov", kv) as session:
-            session.watch(film(20), fps=FPS)
+        with open_session("random-ov", kv, 20) as session:
             assert session.ask(long, 2).finish_reason == "length", "units are closed up to make room"
             with pytest.raises(ModelError, match="positions"):
                 session.ask(long * 4, 2)
@@ -123,8 +120,7 @@ def test_a_memory_that_keeps_little_answers_where_all_of_the_stream_would_not_fi
 
 @pytest.mark.parametrize("kv", TIGHT)
 def test_evidence_can_be_left_out(kv: str) -> None:
-    with open_session("random-ov", TIGHT[kv]) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("random-ov", TIGHT[kv], 14) as session:
         whole = session.ask(QUESTION, 3)
         rows = getattr(session._live.state, "_rows", None)  # type: ignore[union-attr]
         bare = session.ask(QUESTION, 3, evidence=False)
@@ -172,8 +168,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft["name"])
 def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], clock: Clock) -> None:
-    with open_session("tiny-ov", TIGHT["rekv"], draft=draft) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("tiny-ov", TIGHT["rekv"], 14, draft=draft) as session:
         whole = session.ask("describe the video .", 24)
         slowed(session, "logits", 1.0, clock)
         answer = session.ask("describe the video .", 24, timeout=6.5)
@@ -185,8 +180,7 @@ def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], cloc
 
 
 def test_a_timeout_holds_inside_a_long_question(clock: Clock) -> None:
-    with open_session("tiny-ov", TIGHT["rekv"]) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("tiny-ov", TIGHT["rekv"], 14) as session:
         before = session.ask(QUESTION, 3)
         slow = slowed(session, "words", 3.0, clock)  # what comes before the layers uses the time up
         answer = session.ask("what was it ? " * 100, timeout=2.0)
@@ -198,8 +192,7 @@ def test_a_timeout_holds_inside_a_long_question(clock: Clock) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
-    with open_session("tiny-ov", TIGHT["rekv"]) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("tiny-ov", TIGHT["rekv"], 14) as session:
         whole = session.ask("describe the video .", 10)
         slow = slowed(session, "logits", 0.05)
 
@@ -255,8 +248,7 @@ def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
 
 
 def test_a_call_that_waits_for_another_has_its_timeout_too() -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 4) as session:
         slow = slowed(session, "features", 4.0)
         thread = threading.Thread(target=lambda: session.watch(film(4), fps=FPS))
         thread.start()
@@ -318,8 +310,7 @@ def test_the_first_moments_told_are_what_was_asked_about(name: str, memory: str)
 @pytest.mark.parametrize("kv", WHOLE)
 def test_before_the_first_unit_is_whole_there_is_nothing_to_tell(kv: str) -> None:
     """The random Qwen takes two frames a unit."""
-    with open_session("random-qwen", WHOLE[kv]) as session:
-        session.watch(film(1), fps=1.0)
+    with open_session("random-qwen", WHOLE[kv], 1, fps=1.0) as session:
         answer = session.ask(QUESTION, 2)
     assert len(answer.ids) and answer.evidence == ()
 
@@ -336,8 +327,7 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
         )
 
     monkeypatch.setattr(Rows, "hold", noted)
-    with open_session("random-qwen", WHOLE["rekv"]) as session:
-        session.watch(film(7), fps=1.0)
+    with open_session("random-qwen", WHOLE["rekv"], 7, fps=1.0) as session:
         session.ask(QUESTION, 1)
         ids, words = session._stream_adapter.tail(QUESTION)
         assert session._live is not None and session._live.info.pending is not None
@@ -347,8 +337,7 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
 def test_units_are_weighed_for_the_last_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of a long question by every unit of a long stream is gigabytes."""
     asked = heard(monkeypatch, ArchivedMemory, "_units_of", lambda memory, layer, shares: len(shares))
-    with open_session("random-ov", WHOLE["mosaic"]) as session:
-        session.watch(film(9), fps=1.0)
+    with open_session("random-ov", WHOLE["mosaic"], 9, fps=1.0) as session:
         session.ask(QUESTION, 1)
     assert asked == [1, 1]
 

@@ -22,9 +22,7 @@ NAME = "random-ov"
 
 
 def begun(kv: Any = "rekv", frames: int = 10) -> mmaccel.VideoSession:
-    session = open_session(NAME, TIGHT.get(kv, kv) if isinstance(kv, str) else kv)
-    session.watch(film(frames), fps=FPS)
-    return session
+    return open_session(NAME, TIGHT.get(kv, kv) if isinstance(kv, str) else kv, frames)
 
 
 @contextmanager
@@ -38,8 +36,7 @@ def unharmed(session: mmaccel.VideoSession, error: type[BaseException], match: s
         told = str(caught.value)
         assert told.endswith(".") and "\n" not in told
     assert torch.equal(logits(session), before) and len(session) == count and session.seconds == seconds
-    with open_session(NAME, kv) as twin:
-        twin.watch(film(count), fps=FPS)
+    with open_session(NAME, kv, count) as twin:
         for one in (session, twin):
             one.watch(film(25)[:5], times=[100.0, 101.0, 102.0, 103.0, 104.0])
         assert torch.allclose(logits(session), logits(twin), atol=1e-5)

@@ -46,16 +46,14 @@ def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
     fields = dict(WHOLE[kv])
     if "positions" in registry("kv")[kv].__dataclass_fields__:
         fields["positions"] = "original"
-    with open_session(name, fields) as session:
-        session.watch(film(13), fps=FPS)
+    with open_session(name, fields, 13) as session:
         assert (logits(session) - plain(name, 13)).abs().max() <= TOLERANCE
         assert session.ask(QUESTION, 4).text == said(name, 13, 4)
 
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic"])
 def test_compact_places_are_the_true_ones_when_nothing_is_left_out(kv: str) -> None:
-    with open_session("random-qwen", {**WHOLE[kv], "positions": "compact"}) as session:
-        session.watch(film(13), fps=FPS)
+    with open_session("random-qwen", {**WHOLE[kv], "positions": "compact"}, 13) as session:
         assert (logits(session) - plain("random-qwen", 13)).abs().max() <= TOLERANCE
 
 
@@ -164,9 +162,7 @@ HOW: dict[str, Any] = {"backend": "reference", "dense_tail": 16}
 
 def watched(name: str, kv: str, frames: int = FRAMES, **how: Any) -> mmaccel.VideoSession:
     """A session that was shown live frames, which no pattern plans."""
-    session = open_session(name, TIGHT[kv], **how)
-    session.watch(film(frames), fps=FPS)
-    return session
+    return open_session(name, TIGHT[kv], frames, **how)
 
 
 @pytest.mark.parametrize(("kv", "name"), product(TIGHT, ["random-ov", "random-qwen"]))

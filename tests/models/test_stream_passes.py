@@ -148,8 +148,7 @@ def switched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tens
             "attention": most["attention"] // unit,
             "feed": most["feed"] // unit,
         }
-    with open_session("random-ov", {**BASE, **fields}, chunk=chunk) as session:
-        session.watch(film(25), fps=FPS)
+    with open_session("random-ov", {**BASE, **fields}, 25, chunk=chunk) as session:
         return logits(session), told
 
 

@@ -185,8 +185,7 @@ def masked(name: str, begin: int, end: int) -> torch.Tensor:
 
 
 def test_it_is_the_model_that_sees_no_other_frames() -> None:
-    with open_session("random-ov", every_stream()["full"]) as session:
-        session.watch(film(COUNT), fps=FPS)
+    with open_session("random-ov", every_stream()["full"], COUNT) as session:
         for begin, end in ((4, 9), (0, 3), (20, 25)):
             want = masked("random-ov", begin, end)
             between = begin / FPS, (end - 1) / FPS
@@ -198,8 +197,7 @@ def test_it_is_the_model_that_sees_no_other_frames() -> None:
 
 @pytest.mark.parametrize(("kv", "name"), product(KEEPERS, ["random-ov", "random-qwen"]))
 def test_it_rests_on_frames_of_that_time(name: str, kv: str) -> None:
-    with open_session(name, KEEPERS[kv]) as session:
-        session.watch(film(COUNT), fps=FPS)
+    with open_session(name, KEEPERS[kv], COUNT) as session:
         plain = session.ask(QUESTION, 4)
         for begin, end in ((2.0, 4.0), (8.0, 12.0)):
             answer = session.ask(QUESTION, 4, between=(begin, end))
@@ -210,8 +208,7 @@ def test_it_rests_on_frames_of_that_time(name: str, kv: str) -> None:
 
 
 def test_a_time_of_which_nothing_is_left() -> None:
-    with open_session("random-ov", every_stream(frames=4, window=6)["recent"]) as session:
-        session.watch(film(COUNT), fps=FPS)
+    with open_session("random-ov", every_stream(frames=4, window=6)["recent"], COUNT) as session:
         assert session.ask(QUESTION, 2, between=(11.0, 12.0)).ids
         with pytest.raises(ModelError, match="kv 'recent' holds nothing of that time any more"):
             session.ask(QUESTION, 2, between=(1.0, 3.0))

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -70,10 +71,9 @@ def answers(
     model: Any, recipes: list[Any], batch: Batch | None, tokens: Callable[[int], int] = lambda n: 30 + 5 * n
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """What each of `CALLS` generates with a draft of its own, in threads of their own; None: one at a time."""
-    found, reports, errors = [torch.empty(0)] * len(CALLS), [None] * len(CALLS), []
     ready = threading.Barrier(len(CALLS))
 
-    def call(number: int) -> None:
+    def call(number: int) -> tuple[torch.Tensor, Any]:
         kind, how = CALLS[number]
         try:
             with mmaccel.accelerate(sharing(model), draft=recipes[number % len(recipes)]) as fast:
@@ -81,24 +81,18 @@ def answers(
                     generator = torch.Generator().manual_seed(number)
                     fast.seat = Seat(batch, generator, lambda: ready.wait(60) and None)
                 torch.manual_seed(number)
-                found[number] = fast.generate(
+                found = fast.generate(
                     **prompt(KIND, PROMPTS[kind], number), max_new_tokens=tokens(number), **how
                 )
                 assert batch is None or not fast.seat.alone
-                reports[number] = fast.report()
-        except BaseException as error:
-            errors.append(error)
+                return found, fast.report()
+        except BaseException:
             ready.abort()
+            raise
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in range(len(CALLS))]
-    for one in threads:
-        one.start()
-        if batch is None:
-            one.join()
-    for one in threads:
-        one.join()
-    assert not errors, errors
-    return found, reports
+    with ThreadPoolExecutor(1 if batch is None else len(CALLS)) as pool:
+        said, reports = zip(*pool.map(call, range(len(CALLS))), strict=True)
+    return list(said), list(reports)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
@@ -108,10 +109,10 @@ CALLS = [
 
 def answers(model, name, batch, calls, at_once=True):
     """What each of `calls` generates, in threads of their own that begin one after the other, or one at a time."""
-    found, errors = [None] * len(calls), []
     begun = threading.Semaphore(1)
 
-    def call(number, kind, how):
+    def call(number):
+        kind, how = calls[number]
         try:
             with mmaccel.accelerate(sharing(model)) as fast:
                 fast.seat = Seat(batch, torch.Generator().manual_seed(number), begun.release)
@@ -120,20 +121,13 @@ def answers(model, name, batch, calls, at_once=True):
                     **prompt(name, PROMPTS[kind], number), max_new_tokens=9 + 3 * number, **how
                 )
                 assert not fast.seat.alone and fast.report().new_tokens == 9 + 3 * number
-                found[number] = out
-        except BaseException as error:
-            errors.append(error)
+                return out
+        except BaseException:
             begun.release()
+            raise
 
-    threads = [threading.Thread(target=call, args=(n, kind, how)) for n, (kind, how) in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-        if not at_once:
-            thread.join()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    return found
+    with ThreadPoolExecutor(len(calls) if at_once else 1) as pool:
+        return list(pool.map(call, range(len(calls))))
 
 
 def test_calls_decoded_together_give_what_each_gives_alone(family):
@@ -193,15 +187,10 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
             except (Full, torch.OutOfMemoryError) as error:
                 failed.append(type(error))
 
-    threads = [
-        threading.Thread(target=fails, args=("image", 9), kwargs={"stopping_criteria": [bad]}),
-        threading.Thread(target=fails, args=("text", 3)),
-    ]
-    for thread in threads:
-        thread.start()
-    found = answers(model, name, batch, calls)
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(fails, "image", 9, stopping_criteria=[bad])
+        pool.submit(fails, "text", 3)
+        found = answers(model, name, batch, calls)
     assert sorted(one.__name__ for one in failed) == ["Full", "OutOfMemoryError"]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)) and len(batch) == 0
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models.tiny_random import BUILD
 
@@ -15,6 +17,14 @@ from tests.models.tiny_random import BUILD
 def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
     """A family's short name, and a tiny model of it, of as many layers as `LAYERS` of the module says."""
     return request.param, BUILD[request.param](layers=getattr(request.module, "LAYERS", 2))
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """Nothing compiled comes to the test, or is left by it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.hookimpl(tryfirst=True)

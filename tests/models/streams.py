@@ -97,13 +97,15 @@ def open_session(
     return session
 
 
-def every_stream(frames: int = 1 << 20, window: int = 1 << 20) -> dict[str, dict[str, Any]]:
-    """Each registered memory of streams, by name, with budgets and windows of so many frames."""
+def every_stream(frames: int = 1 << 20, window: int = 1 << 20, **more: Any) -> dict[str, dict[str, Any]]:
+    """Each registered memory of streams, by name, with budgets and windows of so many frames, and `more` where it has such
+    fields."""
     made = {}
     for name, cls in registry("kv").items():
         if issubclass(cls, mmaccel.core.memory.kv.StreamPolicy):
             fields: dict[str, Any] = {"name": name}
-            for field, value in {"frames": frames, "window": window, "local": min(frames, window)}.items():
+            sizes = {"frames": frames, "window": window, "local": min(frames, window)}
+            for field, value in {**sizes, **more}.items():
                 if field in cls.__dataclass_fields__:
                     fields[field] = value
             if "similar" in cls.__dataclass_fields__:

@@ -17,6 +17,7 @@ from mmaccel.models import decode, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential, Tree
 from mmaccel.policies.kv import Window
+from tests.models.test_arguments import Record
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 from tests.products import product
@@ -194,30 +195,20 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
 
-    class Streamer:
-        def __init__(self):
-            self.heard, self.ended = [], False
-
-        def put(self, value):
-            self.heard += value.reshape(-1).tolist()
-
-        def end(self):
-            self.ended = True
-
     def sampled(one, streamer):
         torch.manual_seed(5)
         choice = {"do_sample": True, "temperature": 1.3, "top_k": 30, "repetition_penalty": 1.2}
         return one.generate(**inputs, max_new_tokens=12, streamer=streamer, **choice)
 
-    want = sampled(model, first := Streamer())
+    want = sampled(model, first := Record())
     # Beams of a video are cut from its pixels by transformers, which fails for GLM.
     more = inputs if adapter_for(model).mixes else prompt(name, PROMPTS["text"])
     beams = model.generate(**more, max_new_tokens=5, num_beams=2, do_sample=False)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     seen = counted(monkeypatch)
     with mmaccel.accelerate(model) as fast:
-        assert torch.equal(sampled(fast, second := Streamer()), want)
-        assert first.heard == second.heard and second.ended
+        assert torch.equal(sampled(fast, second := Record()), want)
+        assert first.shown == second.shown and second.shown[-1] == -1
         assert len(seen) == 11 and fast.report().new_tokens == 12
         assert torch.equal(fast.generate(**more, max_new_tokens=5, num_beams=2, do_sample=False), beams)
         told = fast.generate(**inputs, max_new_tokens=5, output_scores=True, return_dict_in_generate=True)
@@ -225,9 +216,8 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
 
 
 @torch.no_grad()
-def test_one_graph_serves_all_lengths(monkeypatch):
+def test_one_graph_serves_all_lengths(monkeypatch, dynamo):
     """Inductor compiles a step of all layers without a break, and no length compiles it anew."""
-    torch._dynamo.reset()
     model, inputs = BUILD["qwen"](layers=2), prompt("qwen", PROMPTS["video"])
     static, plain = runner(model, rows=(4,)), adapter_for(model).runner(model)
     static.prefill(inputs)
@@ -239,7 +229,6 @@ def test_one_graph_serves_all_lengths(monkeypatch):
         ids = torch.tensor(ids)
         assert torch.allclose(static.step(ids), plain.step(ids), atol=1e-4)
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 class Adapted(torch.nn.Module):

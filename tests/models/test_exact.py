@@ -219,38 +219,30 @@ def test_a_recipe_breaks_no_more_graphs(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_by_inductor_a_prompt_and_a_step_go_to_the_memory() -> None:
+def test_by_inductor_a_prompt_and_a_step_go_to_the_memory(dynamo: None) -> None:
     """What is appended and attended is not left out, nor put in another order."""
     model, inputs = BUILD["llava"](), prompt("llava", PIECES)
     step = torch.tensor([[5]])
     with torch.no_grad(), mmaccel.accelerate(model, RECIPE):
         plain = model(**inputs)
         want = plain.logits, model(input_ids=step, past_key_values=plain.past_key_values).logits
-        torch._dynamo.reset()
-        try:
-            compiled = torch.compile(model)
-            out = compiled(**inputs)
-            got = out.logits, compiled(input_ids=step, past_key_values=out.past_key_values).logits
-            assert out.past_key_values.get_seq_length() == inputs["input_ids"].shape[1] + 1
-        finally:
-            torch._dynamo.reset()
+        compiled = torch.compile(model)
+        out = compiled(**inputs)
+        got = out.logits, compiled(input_ids=step, past_key_values=out.past_key_values).logits
+        assert out.past_key_values.get_seq_length() == inputs["input_ids"].shape[1] + 1
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_with_gradients_on_layers_that_break_a_graph_are_found_again() -> None:
+def test_with_gradients_on_layers_that_break_a_graph_are_found_again(dynamo: None) -> None:
     """What is compiled of a layer's forward is kept by its code, which our copy of it has too, with other names."""
     model, inputs = BUILD["qwen"](), prompt("qwen", PIECES)
     with mmaccel.accelerate(model):
         plain = model(**inputs).logits
-        torch._dynamo.reset()
-        try:
-            compiled = torch.compile(model, backend="eager")
-            assert all(torch.equal(compiled(**inputs).logits, plain) for _ in range(2))
-        finally:
-            torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager")
+        assert all(torch.equal(compiled(**inputs).logits, plain) for _ in range(2))
 
 
 def test_cuda_graphs_leave_out_what_decides_on_the_host() -> None:

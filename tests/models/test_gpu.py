@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-KV = every_stream()
+KV = every_stream(positions="original")
 TIGHT = every_stream(frames=6, window=8)
 
 
@@ -39,16 +39,11 @@ def on_gpu(name: str, dtype: torch.dtype, kv: Any, **choices: Any) -> tuple[Any,
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 @pytest.mark.parametrize("kv", KV)
 def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
-    fields = {**KV[kv], "positions": "original"} if "positions" in _fields(kv) else KV[kv]
-    model, session = on_gpu(name, torch.float32, fields)
+    model, session = on_gpu(name, torch.float32, KV[kv])
     inputs = inputs_of(name, 13, device="cuda")
     with session, torch.no_grad():
         session.watch(film(13), fps=FPS)
         assert (logits(session) - model(**inputs).logits[0, -1]).abs().max() <= 1e-3
-
-
-def _fields(kv: str) -> Any:
-    return mmaccel.core.registry.registry("kv")[kv].__dataclass_fields__
 
 
 def of_own_size(frames: torch.Tensor) -> torch.Tensor:

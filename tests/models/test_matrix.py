@@ -166,11 +166,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("q_boundary", "k_boundary"), dict.fromkeys(("text", "image", "video"), NEAR)),
     "per_head": {"table": {0: {0: "dense"}}, "default": NEAR},
 }
-KV: dict[str, Any] = {
-    name: fields
-    | ({"positions": "original"} if "positions" in registry("kv")[name].__dataclass_fields__ else {})
-    for name, fields in every_stream().items()
-}
+KV = every_stream(positions="original")
 EXCEPTIONS: dict[str, str] = {}
 """Memories that merge or drop by design, whatever room they have, and why."""
 CELLS = [

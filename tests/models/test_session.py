@@ -16,6 +16,7 @@ from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.media import Video
 from mmaccel.models.attention import PLAIN
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -125,18 +126,13 @@ def test_an_answer_comes_token_by_token(kv: str) -> None:
         )
 
 
-def test_an_answer_that_nobody_reads_ends() -> None:
+def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_session("random-ov", TIGHT["rekv"], 14) as session:
-        before, inner, steps = logits(session), session._stream_adapter.logits, [0]
-
-        def counted(hidden: torch.Tensor) -> torch.Tensor:
-            steps[0] += 1
-            return inner(hidden)
-
-        session._stream_adapter.logits = counted  # type: ignore[method-assign]
+        before = logits(session)
+        steps = heard(monkeypatch, session._stream_adapter, "logits", lambda hidden: 1)
         assert len(session.ask(QUESTION, 240).ids) == 240, "by itself it would go on"
         for ending in ("closed", "lost"):
-            steps[0] = 0
+            steps.clear()
             reply = session.ask(QUESTION, 240, stream=True)
             assert next(reply)
             if ending == "closed":
@@ -147,7 +143,7 @@ def test_an_answer_that_nobody_reads_ends() -> None:
                 del reply
                 thread.join(20)
                 assert not thread.is_alive()
-            assert 0 < steps[0] < 180
+            assert 0 < len(steps) < 180
         assert torch.equal(logits(session), before)
 
 

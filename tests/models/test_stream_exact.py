@@ -13,7 +13,6 @@ import torch
 import mmaccel
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill import attention
-from mmaccel.core.registry import registry
 from mmaccel.core.streams.asking import asked as asked_of
 from tests.models.streams import (
     FPS,
@@ -43,10 +42,7 @@ BOTH = product(("random-ov", "random-qwen"), WHOLE)
 
 @pytest.mark.parametrize(("name", "kv"), [*BOTH, *MIXED])
 def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
-    fields = dict(WHOLE[kv])
-    if "positions" in registry("kv")[kv].__dataclass_fields__:
-        fields["positions"] = "original"
-    with open_session(name, fields, 13) as session:
+    with open_session(name, every_stream(positions="original")[kv], 13) as session:
         assert (logits(session) - plain(name, 13)).abs().max() <= TOLERANCE
         assert session.ask(QUESTION, 4).text == said(name, 13, 4)
 

@@ -21,6 +21,7 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.policies.kv.test_question_reads import Counted
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -109,46 +110,26 @@ def test_frames_that_wait_to_be_merged_are_seen_saved_and_taken_back(name: str, 
             assert kept(again) == kept(session) and torch.equal(logits(again), logits(session))
 
 
-BASE = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "index": {"name": "clusters", "init": 8}}
+MOSAIC = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "index": {"name": "clusters", "init": 8}}
 
 
 def switched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tensor, dict[str, int]]:
     """Logits of a question after 25 frames, and the most frames of a call: vision, attention, feed-forward."""
-    most = {"vision": 0, "attention": 0, "feed": 0}
     chunk = fields.pop("chunk", None)
     with (
-        open_session("random-ov", {**BASE, **fields}, chunk=chunk) as session,
+        open_session("random-ov", {**MOSAIC, **fields}, chunk=chunk) as session,
         monkeypatch.context() as patch,
     ):
-        stream_adapter = session._stream_adapter
-        features, attend = stream_adapter.features, attention.dense_attend
-        block = stream_adapter.family.layers(stream_adapter.model)[0].mlp
-        gate = block.gate_proj.forward
-
-        def seen(frames: torch.Tensor, size: Any) -> Any:
-            most["vision"] = max(most["vision"], len(frames))
-            return features(frames, size)
-
-        def attended(query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-            most["attention"] = max(most["attention"], query.shape[2])
-            return attend(query, *rest, **named)
-
-        def fed(hidden: torch.Tensor) -> torch.Tensor:
-            most["feed"] = max(most["feed"], hidden.shape[1])
-            return gate(hidden)
-
-        patch.setattr(stream_adapter, "features", seen)
-        patch.setattr(attention, "dense_attend", attended)
-        patch.setitem(block.gate_proj.__dict__, "forward", fed)
+        adapter = session._stream_adapter
+        gate = adapter.family.layers(adapter.model)[0].mlp.gate_proj  # type: ignore[attr-defined]
+        plain, fed = gate.forward, list[int]()
+        vision = heard(patch, adapter, "features", lambda frames, size: len(frames))
+        attended = heard(patch, attention, "dense_attend", lambda query, *_, **__: query.shape[2])
+        patch.setitem(gate.__dict__, "forward", lambda x: (fed.append(x.shape[1]), plain(x))[1])
         session.watch(film(25), fps=FPS)
-        live: Any = session._live
-        unit = live.info.unit
-        told = {
-            "vision": most["vision"],
-            "attention": most["attention"] // unit,
-            "feed": most["feed"] // unit,
-        }
-    with open_session("random-ov", {**BASE, **fields}, 25, chunk=chunk) as session:
+        unit = session._live.info.unit  # type: ignore[union-attr]
+        told = {"vision": max(vision), "attention": max(attended) // unit, "feed": max(fed) // unit}
+    with open_session("random-ov", {**MOSAIC, **fields}, 25, chunk=chunk) as session:
         return logits(session), told
 
 
@@ -175,7 +156,7 @@ def test_what_is_fetched_ahead_changes_no_bit(name: str) -> None:
     other, so that caches and drifts of earlier ones count."""
     found = []
     for fields in ({}, {"prefetch": "off"}, {"prefetch": "query"}):
-        with open_session(name, {**BASE, "frames": 8, "cache": 4, **fields}) as session:
+        with open_session(name, {**MOSAIC, "frames": 8, "cache": 4, **fields}) as session:
             session.watch(film(25).repeat(2, 1, 1, 1), fps=FPS)
             answers = [session.ask(question, 6) for question in (QUESTION, "how many shapes were shown ?")]
             told = answers[-1].counters
@@ -186,7 +167,6 @@ def test_what_is_fetched_ahead_changes_no_bit(name: str) -> None:
         assert torch.equal(bits, found[0][0]) and said == found[0][1]
 
 
-MOSAIC = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "index": {"name": "clusters", "init": 8}}
 MEMORIES: dict[str, tuple[dict[str, Any], int]] = {
     # Of a clip, however long: a tower of one layer, and two layers of which each gives units to the store.
     "mosaic, retrieving": (MOSAIC, 240),

@@ -4,7 +4,6 @@ frames of that time alone."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
-from mmaccel.core.registry import registry
 from tests.models.streams import (
     CLUSTERS,
     FPS,
@@ -37,14 +35,13 @@ STEP = 0.5
 UNITS = (0, 1, 2, 7, 9, 10, 31, 32)
 """The units of the dense video that are kept."""
 
-WHOLE = {kv: fields for kv, fields in every_stream().items() if kv not in ("no_cache", "window")}
+WHOLE = {
+    kv: fields
+    for kv, fields in every_stream(positions="original").items()
+    if kv not in ("no_cache", "window")
+}
 """Memories that keep and see all. What "no_cache" and "window" show is always closed up, one unit after the other."""
 CALLS = product(WHOLE, (1, 3, 16))
-
-
-def fields(kv: str) -> dict[str, Any]:
-    own = "positions" in registry("kv")[kv].__dataclass_fields__
-    return {**WHOLE[kv], **({"positions": "original"} if own else {})}
 
 
 def times() -> list[float]:
@@ -80,7 +77,7 @@ def wanted(frames: Tensor) -> Tensor:
 @pytest.mark.parametrize(("kv", "call"), CALLS)
 def test_uneven_times_have_the_stock_model_s_positions(kv: str, call: int) -> None:
     frames = film(2 * len(UNITS))
-    with open_session(NAME, fields(kv)) as session, open_session(NAME, fields(kv)) as even:
+    with open_session(NAME, WHOLE[kv]) as session, open_session(NAME, WHOLE[kv]) as even:
         for begin in range(0, len(frames), call):
             part = slice(begin, begin + call)
             session.watch(frames[part], times=times()[part])
@@ -94,7 +91,7 @@ def test_a_unit_that_is_not_complete_has_its_own_time(kv: str) -> None:
     """It stands where its first frame does."""
     frames = film(2 * len(UNITS))
     frames[-1] = frames[-2]
-    with open_session(NAME, fields(kv)) as session:
+    with open_session(NAME, WHOLE[kv]) as session:
         session.watch(frames[:-1], times=times()[:-1])
         assert (logits(session) - wanted(frames)).abs().max() <= 1e-4
 
@@ -113,7 +110,7 @@ def test_even_times_change_nothing(kv: str) -> None:
 @pytest.mark.parametrize("kv", ["full", "mosaic", "livevlm"])
 def test_a_saved_stream_goes_on_at_its_times(tmp_path: Path, kv: str) -> None:
     frames, model, processor = film(2 * len(UNITS)), *pair(NAME)
-    with open_session(NAME, fields(kv)) as session:
+    with open_session(NAME, WHOLE[kv]) as session:
         session.watch(frames[:9], times=times()[:9])
         session.save(tmp_path / "stream")
         before = logits(session)
@@ -128,8 +125,7 @@ def test_a_saved_stream_goes_on_at_its_times(tmp_path: Path, kv: str) -> None:
 @pytest.mark.parametrize("kv", ["rekv", "mosaic", "recent", "streammem", "livevlm"])
 def test_a_pause_longer_than_the_model_reaches(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair(NAME)[0].model.language_model.config, "max_position_embeddings", 400)
-    own = "positions" in registry("kv")[kv].__dataclass_fields__
-    tight = {**every_stream(frames=4, window=6)[kv], **({"positions": "original"} if own else {})}
+    tight = every_stream(frames=4, window=6, positions="original")[kv]
     moments = [0.5 * n for n in range(12)] + [1e6 + 0.5 * n for n in range(12)] + [1e7, 1e7 + 3]
     with open_session(NAME, tight) as session:
         for begin in range(0, 26, 5):

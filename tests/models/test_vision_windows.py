@@ -230,17 +230,13 @@ def test_families_whose_frames_are_a_batch_are_left() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_it_finds_the_same() -> None:
+def test_compiled_it_finds_the_same(dynamo: None) -> None:
     model = qwen()
     pixels, grid = pixels_of(GRIDS["both edges"])
-    torch._dynamo.reset()
-    try:
-        with torch.no_grad(), batched(model):
-            plain = model.model.visual(pixels, grid_thw=grid).pooler_output
-            compiled = torch.compile(model.model.visual, backend="eager")
-            for _ in range(2):
-                torch.testing.assert_close(
-                    compiled(pixels, grid_thw=grid).pooler_output, plain, rtol=0, atol=1e-5
-                )
-    finally:
-        torch._dynamo.reset()
+    with torch.no_grad(), batched(model):
+        plain = model.model.visual(pixels, grid_thw=grid).pooler_output
+        compiled = torch.compile(model.model.visual, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(
+                compiled(pixels, grid_thw=grid).pooler_output, plain, rtol=0, atol=1e-5
+            )

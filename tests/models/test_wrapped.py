@@ -330,10 +330,8 @@ def test_an_adapter(kind: str, folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model(kind: str, folder: Path) -> None:
+def test_a_compiled_model(kind: str, folder: Path, dynamo: None) -> None:
     model = mmaccel.load_model(folder, torch.float32)
     plain = calls(model, kind)
-    torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="eager")
     assert torch.equal(calls(model, kind, ({},)), plain)
-    torch._dynamo.reset()

@@ -26,6 +26,7 @@ from mmaccel.core.registry import BASES, registry
 from mmaccel.core.streams import session_io
 from tests.fuzz.trial import Case, changed, damaged, odd, try_apart, try_here
 from tests.models.streams import QUESTION
+from tests.models.test_saved_folder import resealed
 from tests.models.test_session_faults import begun
 
 PRESETS = [
@@ -176,7 +177,6 @@ def rewrite(chance: random.Random, path: Path) -> None:
 
 def reseal(place: Path) -> None:
     """Let each checksum of a saved session be that of what is there, as one does who changes a file on purpose."""
-    facts = json.loads((place / "session.json").read_text())
     for index in place.rglob("store.json"):
         with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):
             told = json.loads(index.read_text())
@@ -184,10 +184,7 @@ def reseal(place: Path) -> None:
                 units = tensors_of((index.parent / piece["file"]).read_bytes())["units"]
                 piece["crc"] = zlib.crc32(units.contiguous().view(-1).view(torch.uint8).numpy())
             index.write_text(json.dumps(told))
-    for name, (_, checksum) in facts["files"].items():
-        data = (place / name).read_bytes()
-        facts["files"][name] = [len(data), None if checksum is None else zlib.crc32(data)]
-    (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
+    resealed(place)
 
 
 def saved(chance: random.Random, folder: Path) -> Case:

@@ -6,6 +6,7 @@ import http.server
 import os
 import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -37,6 +38,17 @@ def numbers(frames: torch.Tensor) -> list[int]:
     middle = torch.tensor([(edges[bit] + edges[bit + 1]) // 2 for bit in range(BITS)])
     bits = frames[:, 1, frames.shape[2] // 2].index_select(1, middle) > 127
     return [int(value) for value in (bits.long() * 2 ** torch.arange(BITS)).sum(1)]
+
+
+def png(width: int, height: int) -> bytes:
+    """A PNG whose header tells so many pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1 << 20), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def write_film(

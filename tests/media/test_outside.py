@@ -22,7 +22,7 @@ from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media.preprocess import as_frames, as_image
 from mmaccel.media.video import orientation
-from tests.media.films import set_matrix
+from tests.media.films import png, set_matrix
 
 Film = Callable[[str], Path]
 
@@ -63,13 +63,7 @@ def test_an_image_is_refused_by_its_size_before_it_is_decoded(tmp_path: Path) ->
         (60_000, "pixels: make it smaller"),
         (9_000, "9000 x 9000 pixels, more than 67108864"),
     ):
-        PIL.Image.new("1", (64, 64)).save(path)
-        data = bytearray(path.read_bytes())
-        data[16:24] = side.to_bytes(4, "big") * 2
-        import zlib
-
-        data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
-        path.write_bytes(data)
+        path.write_bytes(png(side, side))
         with pytest.raises(VideoError, match=told):
             as_image(path)
 

@@ -140,7 +140,5 @@ def said(name: str, count: int, tokens: int = 6) -> str:
 
 def logits(session: mmaccel.VideoSession, question: Any = QUESTION, **how: Any) -> Tensor:
     """[V] a session's logits for the first token of its answer."""
-    live = session._live
-    assert live is not None
-    with asked_of(live, question, 4, **how) as asked:
+    with asked_of(session._live, question, 4, **how) as asked:
         return asked.logits[0].clone()

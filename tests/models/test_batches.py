@@ -27,7 +27,7 @@ ALWAYS = {"in_batches": "always"}
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):
-    """A target, a draft that is often right, three prompts of unequal length, and tokens that end each at another time."""
+    """A target, a draft that is often right, three prompts of unequal length, and how each ends at another time."""
     name = request.param
     model = BUILD[name](layers=3)
     model.generation_config.pad_token_id = 0
@@ -43,7 +43,13 @@ def family(request):
         for pair in itertools.combinations(sorted({*free[0], *free[1], *free[2]}), 2)
         if len(counts := {length(said, pair) for said in free}) == 3 and min(counts) >= 6
     )
-    return name, model, other, prompts, list(ends)
+    return (
+        name,
+        model,
+        other,
+        prompts,
+        {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": [*ends]},
+    )
 
 
 def length(said: list[int], ends: tuple[int, ...]) -> int:
@@ -78,8 +84,7 @@ STRATEGIES = list(strategies(object.__new__(torch.nn.Module)))
 @pytest.mark.parametrize(("strategy", "family"), product(STRATEGIES, sorted(BUILD)), indirect=["family"])
 def test_each_sequence_is_what_it_is_alone(family, strategy):
     """Tokens, and the rounds in which they came: nothing of one sequence gets into another."""
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     plain = [model.generate(**one, **options) for one in prompts]
     draft = strategies(other)[strategy]
     with mmaccel.accelerate(model, draft=draft) as fast:
@@ -113,8 +118,7 @@ def test_each_sequence_is_what_it_is_alone(family, strategy):
 
 def test_a_measured_window_of_each_sequence(family):
     """Windows follow each sequence's own measure of time; the tokens do not depend on them."""
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
     with mmaccel.accelerate(model, draft=Parallel(**ALWAYS, model=other, process=False)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
@@ -139,8 +143,7 @@ def test_a_measured_window_of_each_sequence(family):
 )
 def test_each_sequence_is_what_it_is_alone_under_other_recipes(family, recipe, drafts):
     """A memory that counts columns takes a padded batch too, and a pruner any: no sequence has padding in its own turn."""
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     with mmaccel.accelerate(model, **recipe):
         plain = [new(model.generate(**one, **options), one) for one in prompts]
     draft = Sequential(**ALWAYS, model=other, window=3) if drafts else "off"
@@ -157,8 +160,7 @@ def test_each_sequence_is_what_it_is_alone_under_other_recipes(family, recipe, d
 
 def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
     """As on a GPU: each sequence has buffers of its own, and so has its draft."""
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     steps = heard(monkeypatch, decode.SequenceSteps, "lay", lambda one, *_: one)
@@ -190,8 +192,7 @@ def test_lengths_and_outputs_of_a_batch(family, how):
 
 
 def test_a_draft_that_fails_on_one_sequence_goes_on_for_the_others(family, monkeypatch):
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
     states, drafting = [], Drafter.drafting
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.in_turn("kv", 4)
 
 TIGHT = every_stream(frames=4, window=6)
 NAME = "random-ov"
+UNIT = 2 * 2 * 16 * 64 * 4 * 2
+"""Bytes of a frame on the host, of all layers."""
 
 
 def begun(kv: Any = "rekv", frames: int = 10) -> mmaccel.VideoSession:
@@ -111,12 +113,11 @@ def test_a_damaged_file_takes_in_nothing(tmp_path: Path) -> None:
 
 
 def test_the_cap_of_host_memory_is_told_before_it_is_passed() -> None:
-    unit = 2 * 2 * 16 * 64 * 4 * 2
-    fields = {**TIGHT["rekv"], "host_bytes": 20 * unit}
+    fields = {**TIGHT["rekv"], "host_bytes": 20 * UNIT}
     with begun(fields) as session, unharmed(session, StoreError):
         session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
     for kv in ("offload", "mosaic"):
-        with begun({**TIGHT[kv], "host_bytes": 20 * unit}) as session, unharmed(session, StoreError):
+        with begun({**TIGHT[kv], "host_bytes": 20 * UNIT}) as session, unharmed(session, StoreError):
             session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
 
 
@@ -149,8 +150,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(
 
 
 def test_oldest_units_may_be_dropped() -> None:
-    unit = 2 * 2 * 16 * 64 * 4 * 2
-    fields = {**TIGHT["rekv"], "host_bytes": 60 * unit, "spill": "drop_oldest"}
+    fields = {**TIGHT["rekv"], "host_bytes": 60 * UNIT, "spill": "drop_oldest"}
     with begun(fields, 10) as session:
         for _ in range(8):
             session.watch(film(25), fps=FPS)
@@ -170,7 +170,7 @@ def test_a_broken_watch_forgets_nothing_while_there_is_room(kv: str) -> None:
     def stop(done: int, total: int | None) -> None:
         raise KeyboardInterrupt
 
-    fields = {**TIGHT[kv], "host_bytes": 40 * 2 * 2 * 16 * 64 * 4 * 2, "spill": "drop_oldest"}
+    fields = {**TIGHT[kv], "host_bytes": 40 * UNIT, "spill": "drop_oldest"}
     with begun(fields, 20) as session:
         before = held(session)
         with unharmed(session, KeyboardInterrupt):
@@ -191,7 +191,7 @@ def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, pa
         if done >= count:
             raise KeyboardInterrupt
 
-    fields = {**TIGHT[kv], "host_bytes": 40 * 2 * 2 * 16 * 64 * 4 * 2, "spill": "drop_oldest"}
+    fields = {**TIGHT[kv], "host_bytes": 40 * UNIT, "spill": "drop_oldest"}
     more = film(25).repeat(4, 1, 1, 1)
     with begun(fields, 25) as session, begun(fields, 25) as twin:
         first = session._live.state._first  # type: ignore[union-attr]

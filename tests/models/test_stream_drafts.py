@@ -72,7 +72,6 @@ def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> No
     rows_of = ([0, 1, 3, 6], [0, 1, 4], [0, 2, 5])
     with open_session(name, TIGHT[kv]) as session:
         session.watch(film(17), fps=FPS)  # of a unit of two frames one is still to come
-        assert session._live is not None
         with asked_of(session._live, QUESTION, 4) as asked:
             start = asked.length()
             alone = []

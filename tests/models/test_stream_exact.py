@@ -242,7 +242,6 @@ def test_a_view_s_layout_names_head_summaries_units_and_the_question(
     seen = heard(monkeypatch, attention.ForwardPass, "_over", lambda self, layout, rows: layout)
     with watched("random-qwen", "mosaic", 21, sparse=ALL, **HOW) as session:
         live = session._live
-        assert live is not None
         with asked_of(live, LONG, 2) as asked:
             state: Any = asked.state
             few = [state.summaries(layer) for layer in range(2)]

@@ -54,8 +54,7 @@ def watched(session: mmaccel.VideoSession, frames: Tensor, call: int) -> mmaccel
 
 def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
     """What a session tells of what it keeps."""
-    live = session._live
-    assert live is not None
+    live: Any = session._live
     told = {name: n for name, n in session.counters().items() if not name.startswith(HOW)}
     columns = [one.column.tolist() for one in getattr(live.state, "_held", []) if hasattr(one, "column")]
     picked = [number for number, _ in live.state.pick({})] if hasattr(live.state, "pick") else []

@@ -242,7 +242,6 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
     views: list[tuple[int, KVView, KVView, int]] = []
 
     def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
-        assert pruning._pass is not None
         if pruning._pass.kind == "answer":
             views.append((layer, whole, left, pruning._stream.head + pruning.state.summaries(layer)))
 
@@ -251,7 +250,6 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
     steps = 5
     with session("random-ov", {"kv": TIGHT[kv], "prune": Both(layer=2, retention=0.5)}) as one:
         live = one._live
-        assert live is not None
         with asked_of(live, QUESTION, 8) as asked:
             kept = {layer: columns.clone() for layer, columns in asked.state._columns.items()}  # type: ignore[attr-defined]
             start = asked.length()
@@ -366,7 +364,6 @@ def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPa
             torch.testing.assert_close(before, old[0][torch.isin(old[1], want)])
         chosen = want[attention.topk(int(0.5 * len(want) + 1e-9)).indices]
         shown = later[2].column
-        assert shown is not None
         inside = shown[torch.isin(shown, within)]
         text = within[~torch.isin(within, visual)]
         assert torch.equal(inside, torch.cat([text, chosen]).sort().values)

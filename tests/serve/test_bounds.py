@@ -371,11 +371,3 @@ def test_a_stream_that_cannot_close_does_not_keep_others_open(monkeypatch: pytes
     with running(Settings(limits=Limits(idle_seconds=0.3))) as served, served.client() as client:
         opened(client), opened(client)
         eventually(lambda: len(calls) == 2)
-
-
-def test_stored_is_refused_with_frames(served: Served) -> None:
-    with served.client() as client:
-        path = opened(client)
-        told = client.post(f"{path}/frames", json={"frames": [jpegs()[0]], "stored": True})
-        assert told.status_code == 400 and "stored" in told.text
-        client.delete(path)

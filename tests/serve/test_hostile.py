@@ -18,7 +18,7 @@ import mmaccel
 from mmaccel.core.errors import RecipeError
 from mmaccel.serve.settings import Limits, Settings
 from mmaccel.serve.sources import is_public
-from tests.media.films import write_film
+from tests.media.films import png, write_film
 from tests.serve.conftest import (
     CHAT,
     KEY,
@@ -39,19 +39,6 @@ from tests.serve.conftest import (
 
 def data(raw: bytes, kind: str = "video/mp4") -> str:
     return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
-
-
-def png(width: int, height: int) -> bytes:
-    """A PNG whose header tells so many pixels."""
-    import struct
-    import zlib
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    pixels = zlib.compress(bytes(1 << 20), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"

@@ -290,6 +290,7 @@ def test_streams_are_few_and_close_when_nobody_uses_them() -> None:
         ({"frames": ["a"], "times": [1.0, 2.0]}, "times: 2 for 1 frames"),
         ({"frames": ["a"], "times": ["nan"]}, "times.0: input should be a finite number"),
         ({"frames": ["a"], "fps": 0}, "fps: input should be greater than 0"),
+        ({"frames": ["a"], "stored": True}, "stored"),
     ],
 )
 def test_frames_that_are_none_are_refused(served: Served, body: Any, told: str) -> None:

@@ -56,7 +56,7 @@ def test_the_session_keeps_a_conversation() -> None:
             {"role": "assistant", "content": one.text},
         ]
         given = session.ask([*session.history, {"role": "user", "content": "and then ?"}], 6)
-        session.watch(film(9)[:0] if False else film(2, seed=5), fps=FPS)
+        session.watch(film(2, seed=5), fps=FPS)
         kept = session.ask("and then ?", 6, chat=True)
         assert len(session.history) == 4 and session.history[2]["content"] == "and then ?"
         assert session.ask(session.history[:3], 6).ids == kept.ids and given.ids

@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,72 +90,39 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(one.relative_to(data)): one.read_bytes() for one in sorted(data.rglob("*")) if one.is_file()}
 
 
-@pytest.mark.in_turn("kv", 4)
-@pytest.mark.parametrize(
-    "question", [QUESTION, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"]
-)
-@pytest.mark.parametrize("kv", MEMORIES, ids=str)
-@pytest.mark.parametrize(
-    "name", ["random-ov", *(pytest.param(n, marks=pytest.mark.slow) for n in ("random-qwen", HYBRID))]
-)
-def test_frames_meanwhile(
-    name: str, kv: str, question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(name, MEMORIES[kv]) as quiet:
-        alone = quiet.ask(question, TOKENS)
-        again = quiet.ask(question, 4)
-        for frame in shots(name)[BEFORE:].split(1):
-            quiet.watch(frame, fps=FPS)
-        later = quiet.ask(question, 20)
-        quiet.save(tmp_path / "quiet")
-    assert len(alone.ids) == TOKENS and again.ids == alone.ids[:4]
-    with opened(name, MEMORIES[kv]) as session:
-        turns = session._stream_adapter.turns
-        give_way, coming, ways = turns.give_way, frame_by_frame(session, shots(name)[BEFORE:]), [0, 0]
-
-        def often(inside: bool = False) -> None:
-            """A frame comes at each layer, and at every third token."""
-            ways[inside] += 1
-            before, over = session.frames, object()
-            if not inside and ways[0] % 3:
-                return give_way(inside)
-            while session.frames == before and next(coming, over) is not over:
-                give_way(inside)
-            return None
-
-        monkeypatch.setattr(turns, "give_way", often)
-        busy = session.ask(question, TOKENS)
-        monkeypatch.undo()
-        assert session.frames == BEFORE + MEANWHILE
-        assert told(busy) == told(alone)
-        assert (ways[1] > 0) == (kv != "drop_oldest"), "frames come between two layers of a question"
-        assert told(session.ask(question, 20)) == told(later)
-        session.save(tmp_path / "busy")
-    one, other = files(tmp_path / "quiet"), files(tmp_path / "busy")
-    assert one.keys() == other.keys() and [name for name in one if one[name] != other[name]] == []
-
-
 LONG_TOKENS = 120
 WHOLE = ("full", "offload", "offload disk", "no_cache")
 """Memories that have nothing to do when a pass ends."""
 CASES = [(name, False) for name in MEMORIES] + [(name, True) for name in ("mosaic", "rekv", "livevlm")]
 
 
-class Meeting:
+class Often:
+    """A frame comes, until it is taken in, at each layer of a question, and at every third token."""
+
+    def __init__(self, session: mmaccel.VideoSession, frames: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.session, self.turns = session, session._stream_adapter.turns
+        self.frames, self.give_way, self.ways = frame_by_frame(session, frames), self.turns.give_way, [0, 0]
+        monkeypatch.setattr(self.turns, "give_way", self.meet)
+
+    def meet(self, inside: bool = False) -> None:
+        self.ways[inside] += 1
+        before, over = self.session.frames, object()
+        if not inside and self.ways[0] % 3:
+            return self.give_way(inside)
+        while self.session.frames == before and next(self.frames, over) is not over:
+            self.give_way(inside)
+        return None
+
+
+class Meeting(Often):
     """Frames come one by one while an answer lasts, and each token waits for so many `pieces` of their work. Counts tokens
     that come in the middle of a pass, which stands still meanwhile, and of these such as come while it is `ending`."""
 
     def __init__(
         self, session: mmaccel.VideoSession, frames: Any, monkeypatch: pytest.MonkeyPatch, pieces: int = 1
     ) -> None:
-        self.turns, self.frames = session._stream_adapter.turns, frame_by_frame(session, frames)
-        self.give_way, self.pieces, self.inside, self.ending, self.ends = (
-            self.turns.give_way,
-            pieces,
-            0,
-            0,
-            False,
-        )
+        super().__init__(session, frames, monkeypatch)
+        self.pieces, self.inside, self.ending, self.ends = pieces, 0, 0, False
         state: Any = session._live.state  # type: ignore[union-attr]
         end_pass = type(state).end_pass
 
@@ -166,7 +133,6 @@ class Meeting:
 
         monkeypatch.setattr(type(state), "end_pass", ended)
         monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
-        monkeypatch.setattr(self.turns, "give_way", self.meet)
 
     def meet(self, inside: bool = False) -> None:
         if inside:
@@ -180,62 +146,76 @@ class Meeting:
             self.give_way()
 
 
-@pytest.mark.parametrize(("kv", "captured"), CASES)
+def compared(
+    name: str,
+    kv: str,
+    frames: torch.Tensor,
+    coming: Callable[[mmaccel.VideoSession, torch.Tensor, pytest.MonkeyPatch], Any],
+    folder: Path,
+    tokens: int = LONG_TOKENS,
+    question: str = QUESTION,
+) -> tuple[Any, int]:
+    """An answer while `frames` come, and what is stored of these, with that of a stream where they come after it. How they
+    came, and how many there were when the answer was through."""
+    with opened(name, MEMORIES[kv]) as quiet:
+        alone = quiet.ask(question, tokens)
+        assert len(alone.ids) == tokens and quiet.ask(question, 4).ids == alone.ids[:4]
+        for frame in frames.split(1):
+            quiet.watch(frame, fps=FPS)
+        later = quiet.ask(question, 20)
+        quiet.save(folder / "quiet")
+    with opened(name, MEMORIES[kv]) as session:
+        with pytest.MonkeyPatch.context() as patched:
+            met = coming(session, frames, patched)
+            busy = session.ask(question, tokens)
+        within = session.frames - BEFORE
+        for _ in met.frames:
+            time.sleep(1e-3)
+        assert session.frames == BEFORE + len(frames)
+        assert told(busy) == told(alone)
+        assert told(session.ask(question, 20)) == told(later)
+        session.save(folder / "busy")
+    one, other = files(folder / "quiet"), files(folder / "busy")
+    assert one.keys() == other.keys() and [name for name in one if one[name] != other[name]] == []
+    return met, within
+
+
+NAMES = ["random-ov", *(pytest.param(name, marks=pytest.mark.slow) for name in ("random-qwen", HYBRID))]
+
+
+@pytest.mark.in_turn("kv", 4)
 @pytest.mark.parametrize(
-    "name", ["random-ov", *(pytest.param(n, marks=pytest.mark.slow) for n in ("random-qwen", HYBRID))]
+    "question", [QUESTION, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"]
 )
+@pytest.mark.parametrize("kv", MEMORIES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_frames_meanwhile(name: str, kv: str, question: str, tmp_path: Path) -> None:
+    met, within = compared(name, kv, shots(name)[BEFORE:], Often, tmp_path, TOKENS, question)
+    assert within == MEANWHILE
+    assert (met.ways[1] > 0) == (kv != "drop_oldest"), "frames come between two layers of a question"
+
+
+@pytest.mark.parametrize(("kv", "captured"), CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_tokens_in_the_middle_of_passes(
     name: str, kv: str, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if captured:
         monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    compared(name, kv, LONG_TOKENS, shots(name)[BEFORE:], 1, tmp_path, monkeypatch)
+    met, _ = compared(name, kv, shots(name)[BEFORE:], Meeting, tmp_path)
+    # That keeps frames, and runs no pass of them.
+    assert (met.inside > 10) == (kv != "no_cache"), met.inside
+    assert (met.ending > 5) == (kv not in WHOLE), met.ending
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", MEMORIES)
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen", HYBRID])
-def test_fifty_frames_within_an_answer(
-    name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fifty_frames_within_an_answer(name: str, kv: str, tmp_path: Path) -> None:
     """Of 200 tokens, each after seven pieces of the frames' work: after all of them in turn."""
     frames = shots(name)[BEFORE:].repeat(3, 1, 1, 1)[:50]
-    compared(name, kv, 200, frames, 7, tmp_path, monkeypatch)
-
-
-def compared(
-    name: str,
-    kv: str,
-    tokens: int,
-    frames: torch.Tensor,
-    pieces: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An answer while `frames` come, and what is stored of these, with that of a stream where they come after it."""
-    with opened(name, MEMORIES[kv]) as quiet:
-        alone = quiet.ask(QUESTION, tokens)
-        for frame in frames.split(1):
-            quiet.watch(frame, fps=FPS)
-        later = quiet.ask(QUESTION, 20)
-        quiet.save(tmp_path / "quiet")
-    assert len(alone.ids) == tokens
-    with opened(name, MEMORIES[kv]) as session:
-        with monkeypatch.context() as patched:
-            meeting = Meeting(session, frames, patched, pieces)
-            busy = session.ask(QUESTION, tokens)
-            assert pieces == 1 or session.frames == BEFORE + len(frames), "they come within the answer"
-        for _ in meeting.frames:
-            time.sleep(1e-3)
-        assert session.frames == BEFORE + len(frames)
-        assert told(busy) == told(alone)
-        # That keeps frames, and runs no pass of them.
-        assert (meeting.inside > 10) == (kv != "no_cache"), meeting.inside
-        assert pieces > 1 or (meeting.ending > 5) == (kv not in WHOLE), meeting.ending
-        assert told(session.ask(QUESTION, 20)) == told(later)
-        session.save(tmp_path / "busy")
-    one, other = files(tmp_path / "quiet"), files(tmp_path / "busy")
-    assert one.keys() == other.keys() and [name for name in one if one[name] != other[name]] == []
+    met, within = compared(name, kv, frames, functools.partial(Meeting, pieces=7), tmp_path, 200)
+    assert within == 50 and (met.inside > 10) == (kv != "no_cache"), met.inside
 
 
 def test_nothing_but_tokens_comes_inside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel.core.decoding import replay
+from tests.core.test_replay import Repeated
 from tests.models.tiny_random import BUILD
 
 
@@ -25,6 +27,20 @@ def dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, where work is replayed: what the host gave the first time is what is read."""
+    plain = replay.Replays.__init__
+
+    def works(one: Any, device: torch.device) -> None:
+        plain(one, device)
+        one.works = True
+
+    monkeypatch.setattr(replay, "_Replay", Repeated)
+    monkeypatch.setattr(replay.Replays, "__init__", works)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -22,7 +22,6 @@ from mmaccel.models.together import StepsTogether
 from mmaccel.policies.draft import Sequential
 from mmaccel_lab import world
 from mmaccel_lab.train import pixels
-from tests.core.test_replay import Repeated
 from tests.models.streams import logits
 from tests.models.test_hybrid import PIECES, Echo
 from tests.models.test_stream_families import CLOSE, FPS, QUESTION, TIGHT, film, session
@@ -48,18 +47,10 @@ def model_of(kind: str, seed: int = 0) -> Any:
 
 
 @pytest.fixture(params=[False, True], ids=["written", "replayed"])
-def replays(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, where no step is captured; or as on a device, where what the host gave the first time is what is read."""
+def replays(request: Any) -> None:
+    """As on a CPU, where no step is captured; or as on a device."""
     if request.param:
-        made = replay.Replays.__init__
-
-        def works(one: Any, device: torch.device) -> None:
-            made(one, device)
-            one.works = True
-
-        monkeypatch.setattr(replay, "_Replay", Repeated)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        monkeypatch.setattr(replay.Replays, "__init__", works)
+        request.getfixturevalue("repeated")
 
 
 def pair(kind: str, rows: tuple[int, ...] = (1, 4, 8)) -> tuple[HFRunner, HFRunner]:

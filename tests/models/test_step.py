@@ -38,7 +38,7 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.captured, self.launched = Counter[str](), Counter[str]()
         self._inside = self.on = False
-        again, plain = Repeated.__call__, replay.Replays.__init__
+        again = Repeated.__call__
 
         def noted(one: Any) -> Any:
             self._inside = True
@@ -47,14 +47,7 @@ class Calls(TorchDispatchMode):
             finally:
                 self._inside = False
 
-        def works(one: Any, device: torch.device) -> None:
-            plain(one, device)
-            one.works = True
-
         monkeypatch.setattr(Repeated, "__call__", noted)
-        monkeypatch.setattr(replay, "_Replay", Repeated)
-        monkeypatch.setattr(replay.Replays, "__init__", works)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -79,6 +72,7 @@ class Calls(TorchDispatchMode):
 LAYER = {"enter_rows": 1, "decode_attend": 1, "pass_rows": 2, "project_rows": 1}
 
 
+@pytest.mark.usefixtures("repeated")
 @pytest.mark.parametrize("count", [1, 3])
 @torch.no_grad()
 def test_a_layer_of_a_decode_step_is_five_operators(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +90,7 @@ def test_a_layer_of_a_decode_step_is_five_operators(count: int, monkeypatch: pyt
     assert host == same == {"copy_": 1, "fill_": 1, "clone": 1}
 
 
+@pytest.mark.usefixtures("repeated")
 def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queries are shown to the memory before attention; one launch leaves rows and the next layer's queries. All layers
     of a token of the answer are one function, and what is launched for it does not grow with the layers."""
@@ -107,10 +102,7 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
         session.watch(film(25), fps=FPS)
         live: Any = session._live
         live.state._keeps = True
-        layers, run = (
-            len(list(live.adapter.family.layers(live.adapter.model))),
-            step.StreamSteps.run,
-        )
+        layers, run = len(list(live.adapter.family.layers(live.adapter.model))), step.StreamSteps.run
 
         def noted(steps: Any, *given: Any) -> Any:
             calls.captured, calls.launched, calls.on = Counter(), Counter(), True

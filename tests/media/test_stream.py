@@ -23,21 +23,25 @@ FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
 
 
 @contextmanager
-def growing(data: bytes, path: Path, pieces: int, pause: float) -> Iterator[threading.Thread]:
-    """Write `data` to `path` bit by bit, beside the test."""
+def halting(data: bytes, path: Path, pieces: int = 2, pause: float = 20.0) -> Iterator[threading.Event]:
+    """Write `data` to `path` in pieces, with a pause after each until the event is set, which the end sets too; the file is
+    open all the while."""
+    go = threading.Event()
 
     def write() -> None:
         with path.open("wb", buffering=0) as file:
             for piece in range(pieces):
                 file.write(data[len(data) * piece // pieces : len(data) * (piece + 1) // pieces])
-                time.sleep(pause)
+                go.wait(pause)
+        go.set()
 
     path.touch()
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        yield writer
+        yield go
     finally:
+        go.set()
         writer.join()
 
 
@@ -69,10 +73,10 @@ def test_size_and_progress(film: Film) -> None:
 def test_a_growing_file_is_followed_to_its_end(film: Film, tmp_path: Path, name: str) -> None:
     data = film("whole-" + name, muxer=FRAGMENTED if name.endswith("mp4") else None).read_bytes()
     path = tmp_path / name
-    with growing(data, path, 12, 0.03) as writer:
+    with halting(data, path, 12, 0.03) as go:
         stream = media.clips(path, fps=5, frames_per_clip=5, follow=True, timeout=0.6)
         first = next(stream)
-        early = writer.is_alive()
+        early = not go.is_set()
         rest = list(stream)
     assert early, "the first clip came only when the file was complete"
     frames = torch.cat([first.frames, *(part.frames for part in rest)])
@@ -84,27 +88,6 @@ def test_a_file_that_stops_growing_ends_after_the_timeout(film: Film) -> None:
     begun = time.monotonic()
     assert sum(map(len, media.clips(path, fps=10, frames_per_clip=8, follow=True, timeout=0.5))) == 20
     assert 0.5 <= time.monotonic() - begun < 10
-
-
-@contextmanager
-def halting(data: bytes, path: Path) -> Iterator[threading.Event]:
-    """Write half of `data` to `path`, and the rest once the event is set; the file is open all the while."""
-    go = threading.Event()
-
-    def write() -> None:
-        with path.open("wb", buffering=0) as file:
-            file.write(data[: len(data) // 2])
-            go.wait(20)
-            file.write(data[len(data) // 2 :])
-
-    path.touch()
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        yield go
-    finally:
-        go.set()
-        writer.join()
 
 
 @pytest.mark.parametrize("name", ["halt.ts", "halt.mkv", "halt.mp4"])

@@ -1,6 +1,5 @@
 """Several prompts under a draft: each sequence is what it is alone, whatever the others are, however far they have come."""
 
-import copy
 import itertools
 
 import pytest
@@ -14,7 +13,7 @@ from mmaccel.models.drafting import split_batch
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
-from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+from tests.models.tiny_random import BUILD, PROMPTS, batch, often_right, prompt
 from tests.products import product
 from tests.spies import heard
 
@@ -31,10 +30,7 @@ def family(request):
     name = request.param
     model = BUILD[name](layers=3)
     model.generation_config.pad_token_id = 0
-    other = copy.deepcopy(model)
-    torch.manual_seed(0)
-    head = other.get_output_embeddings().weight
-    head.data += 0.01 * torch.randn_like(head)
+    other = often_right(model, 0.01)
     prompts = [prompt(name, PROMPTS[kind], seed=n) for n, kind in enumerate(KINDS)]
     free = [new(model.generate(**one, max_new_tokens=TOKENS, do_sample=False), one) for one in prompts]
     # Each answer ends at another time, none at once, the last one at the limit or before.
@@ -234,10 +230,7 @@ def test_what_is_drawn_has_the_target_s_distribution():
     """Joint of the first two tokens over a batch of the same prompt many times, against the model's own probabilities."""
     model = BUILD["llava"](layers=2)
     model.get_output_embeddings().weight.data *= 3
-    other = copy.deepcopy(model)
-    torch.manual_seed(0)
-    head = other.get_output_embeddings().weight
-    head.data += 0.03 * torch.randn_like(head)
+    other = often_right(model, 0.03)
     one = prompt("llava", [("text", 6)])
     ids, top = one["input_ids"], 3
 

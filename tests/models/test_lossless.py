@@ -28,7 +28,7 @@ from mmaccel.models.family import Causal
 from mmaccel.models.generate import DraftTimes
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
-from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, batch, prompt
+from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
 from tests.products import product
 from tests.spies import heard
 
@@ -55,11 +55,7 @@ MEMORIES = {"full": "full", "window": {"name": "window", "sinks": 4, "window": 4
 def pair(request):
     """A family, its target, and a draft that is right now and then, so that rounds end in every way."""
     target = BUILD[request.param](layers=2)
-    draft = copy.deepcopy(target)
-    torch.manual_seed(1)
-    weight = draft.get_output_embeddings().weight
-    weight.data += 0.02 * torch.randn_like(weight)
-    return request.param, target, draft
+    return request.param, target, often_right(target, 0.02, seed=1)
 
 
 def taken(strategy: str, prune: str | None, kv: object) -> bool:

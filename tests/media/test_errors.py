@@ -103,8 +103,7 @@ def test_nobody_at_the_address() -> None:
 @pytest.mark.parametrize("how", [{}, {"fps": 5}, {"frames": 2}, {"size": (28, 28)}])
 def test_frames_of_one_pixel_are_read(film: Film, how: dict[str, Any]) -> None:
     path = film("dot.mkv", 4, height=1, width=1, codec="ffv1", pixels="bgr0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         video = media.read(path, **how)
     assert video.frames.shape[1:] == (3, *how.get("size", (1, 1)))
 
@@ -116,8 +115,7 @@ def test_frames_of_8k_are_shrunk_and_told(film: Film) -> None:
     ):
         video = media.read(path)
     assert video.frames.shape == (1, 3, 2304, 4096) and numbers(video.frames) == [0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert media.read(path, size=(84, 140)).frames.shape == (1, 3, 84, 140)
 
 
@@ -177,8 +175,7 @@ def test_a_truncated_file_that_ends_after_the_span_asked_for(
 
     monkeypatch.setattr(container.Source, "_open", open_with_threads)
     path = halved(film(muxer={"movflags": "faststart"}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert numbers(media.read(path, fps=5, stop=1.0).frames) == [0, 2, 4, 6, 8]
 
 

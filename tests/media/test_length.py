@@ -26,8 +26,7 @@ from tests.spies import heard
 
 @pytest.fixture(autouse=True)
 def silence() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         yield
 
 
@@ -191,8 +190,7 @@ def expected(case: Odd, shown: Sequence[float]) -> list[int]:
 @contextmanager
 def loss_is_told(case: Odd) -> Iterator[None]:
     """No warning that is not right."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         if case.lossy:
             warnings.simplefilter("ignore", VideoWarning)
         yield

@@ -188,8 +188,7 @@ def run(cell: Cell, rows: tuple[int, ...]) -> tuple[Said, mmaccel.Report]:
     """The ids of a cell's answers to the prompts numbered `rows`, and its report. What warns is no cell that runs."""
     target, draft, processor = models(cell.family)
     recipe = Recipe(**parts_of(cell, draft_of(cell, draft)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MmaccelWarning)
+    with warnings.catch_warnings(action="error", category=MmaccelWarning):
         if cell.use == "session":
             with mmaccel.VideoSession(target, processor, recipe) as session:
                 take = session.watch if recipe.sparse.dense else session.ingest

@@ -180,8 +180,8 @@ def test_a_draft_that_holds_up_the_stream_is_put_to_rest(monkeypatch: pytest.Mon
         quiet.watch(film(18), fps=FPS)
         want = quiet.ask(QUESTION, TOKENS)
     slowed(monkeypatch, 0.4)
-    with opened(agreeing()) as session, warnings.catch_warnings():
-        warnings.simplefilter("error", MmaccelWarning)  # what is slow for a moment keeps its draft
+    # What is slow for a moment keeps its draft.
+    with opened(agreeing()) as session, warnings.catch_warnings(action="error", category=MmaccelWarning):
         session.watch(film(18)[:2], fps=FPS)
         monkeypatch.setattr(stream_runner, "SLOW_S", 1.0)
         with pytest.warns(MmaccelWarning, match=r"goes on without a draft .*held up the stream.*cheaper kv"):
@@ -214,8 +214,7 @@ def test_watching_ends_at_its_timeout_with_a_slow_draft(monkeypatch: pytest.Monk
 
 def test_a_draft_reads_no_longer_than_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     read = LocalDraftStream.read
-    with opened(agreeing()) as session, warnings.catch_warnings():
-        warnings.simplefilter("error", MmaccelWarning)
+    with opened(agreeing()) as session, warnings.catch_warnings(action="error", category=MmaccelWarning):
         session.watch(film(18), fps=FPS)
         whole = session.ask(QUESTION, TOKENS)
 

@@ -111,8 +111,8 @@ def test_greedy_tokens_are_those_of_the_target_alone(
     kv = MEMORIES[memory]
     with mmaccel.accelerate(target, kv=kv):
         alone = target.generate(**inputs, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MmaccelWarning)  # a draft that fails would give the same tokens
+    # A draft that fails would give the same tokens.
+    with warnings.catch_warnings(action="error", category=MmaccelWarning):
         if kind == "text":
             warnings.filterwarnings("ignore", r"prune '\w+' did nothing: ", MmaccelWarning)
         with mmaccel.accelerate(target, kv=kv, draft=STRATEGIES[strategy](draft, window, **more)) as fast:

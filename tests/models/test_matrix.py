@@ -196,8 +196,7 @@ def check(cell: Cell) -> None:
     sparse = {"name": cell.sparse, "block": 16, **SPARSE[cell.sparse]} if SPARSE[cell.sparse] else "dense"
     draft = matrix.draft_of(cell, drafter)
     recipe = Recipe(sparse=sparse, kv=KV[cell.kv], draft=draft, dense_tail=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MmaccelWarning)
+    with warnings.catch_warnings(action="error", category=MmaccelWarning):
         if cell.use == "session":
             with mmaccel.VideoSession(model, processor, recipe) as session:
                 (session.watch if cell.sparse == "dense" else session.ingest)(film(FRAMES), fps=FPS)

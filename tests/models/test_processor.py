@@ -319,8 +319,7 @@ def test_a_question_may_name_a_placeholder(processor: Processor, family: str) ->
     video, image = noise(2, 3, 84, 140), noise(3, 84, 140)
     both = f"what is {marks['video']} and {marks['image']} here"
     plain = processor.chat("what is and here", videos=video, images=image)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         named = processor.chat(both, videos=video, images=image)
     for number in (processor.video_token_id, processor.image_token_id):
         assert (named["input_ids"] == number).sum() == (plain["input_ids"] == number).sum() > 0

@@ -214,14 +214,13 @@ def test_frames_of_another_size_are_resized_and_told_once() -> None:
         with pytest.warns(MmaccelWarning, match=r"frames of 60x90 are resized to 70x42, .*\.$") as told:
             session.watch(large[:2], fps=FPS)
         assert told[0].filename == __file__, "it points to the caller"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             session.watch(large[2:], fps=FPS)
             session.watch(small[3:], fps=FPS)
             assert session.ask(QUESTION, 1).text is not None
         assert len(session) == 10 and session.counters()["units"] == 5
-    with open_session("random-ov", "full") as session, warnings.catch_warnings():
-        warnings.simplefilter("error")  # its processor makes all frames alike
+    # Its processor makes all frames alike.
+    with open_session("random-ov", "full") as session, warnings.catch_warnings(action="error"):
         session.watch(small, fps=FPS)
         session.watch(large, fps=FPS)
         assert session.counters()["units"] == 10

@@ -71,8 +71,7 @@ def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch
         with pytest.warns(MmaccelWarning, match="no position left"):
             answer = session.ask(QUESTION, 40)
         assert (list(answer.ids), answer.finish_reason) == (want, "positions") and len(want) == 6
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", MmaccelWarning)
+        with warnings.catch_warnings(action="error", category=MmaccelWarning):
             assert session.ask(QUESTION, 6).finish_reason == "length", "what just fits is nothing to tell of"
 
 
@@ -107,8 +106,7 @@ def test_a_memory_that_keeps_little_answers_where_all_of_the_stream_would_not_fi
             with pytest.raises(ModelError, match="positions"):
                 session.ask(long * 4, 2)
     with open_session("random-ov", "full") as session:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", MmaccelWarning)
+        with warnings.catch_warnings(action="error", category=MmaccelWarning):
             session.watch(film(20), fps=FPS)
         with pytest.raises(ModelError, match="positions"):
             session.ask(long, 2)

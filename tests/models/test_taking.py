@@ -221,16 +221,14 @@ def test_a_tiny_model_says_once_what_it_knows(shipped: Any, tmp_path: Path) -> N
     own, other = tmp_path / "own.mp4", write_film(tmp_path / "other.mp4", 20)
     write_mp4(World.generate(3, 4), own, 42, 70)
     processor = mmaccel.load_processor(shipped("tiny-ov"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         processor.chat("what ?", videos=own)
         # Of any other model nothing is said.
         pair("random-ov")[1].chat("what ?", videos=other)
     told = r"tiny-ov knows only the world of `mmaccel-lab world`; what it says of .*other\.mp4 means nothing"
     with pytest.warns(MmaccelWarning, match=told):
         processor.chat("what ?", videos=other)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         processor.chat("what ?", videos=other)
     session = mmaccel.VideoSession(mmaccel.load_model("tiny-ov"), mmaccel.load_processor("tiny-ov"), "rekv")
     with session, pytest.warns(MmaccelWarning, match=told):

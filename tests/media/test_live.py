@@ -12,6 +12,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,12 +114,9 @@ def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
 def test_a_thread_that_cannot_be_started_is_told_and_tried_again(
     film: Film, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     stream = media.clips(film(), fps=10, frames_per_clip=60)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", full)
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="can't start"):
                 next(stream)

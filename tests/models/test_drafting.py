@@ -1,6 +1,7 @@
 """Every draft on both families: the plain model's tokens, whatever the draft sees; and what it sees is what it should."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -245,12 +246,8 @@ def test_a_sparse_draft_whose_scores_fail_leaves_the_plain_tokens(family, monkey
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-
-    def fail(self, *given):
-        raise RuntimeError("out of memory")
-
     with mmaccel.accelerate(model, draft=SparseToDense(window=4)):
-        monkeypatch.setattr(_Sparse, "_score", fail)
+        monkeypatch.setattr(_Sparse, "_score", Mock(side_effect=RuntimeError("out of memory")))
         with pytest.warns(mmaccel.core.errors.MmaccelWarning, match="out of memory"):
             assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
 
@@ -295,13 +292,9 @@ def test_a_draft_that_cannot_even_open_leaves_the_plain_tokens(family, monkeypat
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-
-    def fail(self, target):
-        raise RuntimeError("out of cheese")
-
     draft = Sequential(model=copy.deepcopy(model))
     with mmaccel.accelerate(model, draft=draft) as fast, monkeypatch.context() as patch:
-        patch.setattr(Sequential, "open", fail)
+        patch.setattr(Sequential, "open", Mock(side_effect=RuntimeError("out of cheese")))
         with pytest.warns(mmaccel.core.errors.MmaccelWarning, match="out of cheese"):
             assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
         assert fast.report().draft["failed"] == "RuntimeError: out of cheese" and "cheese" in str(

@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -222,15 +223,12 @@ def test_it_is_told_of_what_turns(says: str | None) -> None:
 
 
 def test_an_error_ends_it_with_a_word() -> None:
-    def fails(turn: Change) -> None:
-        raise ZeroDivisionError("no")
-
     with open_session("tiny-ov", KV) as session:
         with pytest.raises(ModelError, match="every: 0"):
             session.on(WHERE, print, every=0)
         with pytest.raises(ModelError, match="it is empty"):
             session.on(" ", print)
-        standing = session.on(WHERE, fails, max_new_tokens=2)
+        standing = session.on(WHERE, Mock(side_effect=ZeroDivisionError("no")), max_new_tokens=2)
         with pytest.warns(MmaccelWarning, match="ended: no"):
             session.watch(film(2), fps=2.0)
             standing._thread.join(20)

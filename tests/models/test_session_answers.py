@@ -9,6 +9,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,12 +83,8 @@ def test_a_question_past_the_positions_is_refused_before_it_is_run(
     limited(monkeypatch, "random-ov", 400)
     with open_session("random-ov", TIGHT[kv], 8) as session:
         before = session.ask(QUESTION, 2)
-
-        def run(*given: Any, **named: Any) -> None:
-            raise AssertionError("a pass was run")
-
         with monkeypatch.context() as quick:
-            quick.setattr(session._stream_adapter, "run", run)
+            quick.setattr(session._stream_adapter, "run", Mock(side_effect=AssertionError("a pass was run")))
             with pytest.raises(
                 ModelError, match=r"^question: .* take \d{5,} of the model's 400 positions .*\.$"
             ):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,12 +91,9 @@ def test_a_question_that_breaks_loses_nothing(kv: str, monkeypatch: pytest.Monke
 
 
 def test_a_first_clip_that_fails_leaves_a_fresh_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(done: int, total: int | None) -> None:
-        raise KeyboardInterrupt
-
     with open_session(NAME, TIGHT["rekv"]) as session:
         with pytest.raises(KeyboardInterrupt):
-            session.watch(film(9), fps=FPS, progress=stop)
+            session.watch(film(9), fps=FPS, progress=Mock(side_effect=KeyboardInterrupt))
         assert len(session) == 0 and session.counters() == {}
         with pytest.raises(ModelError, match="seen no frame"):
             session.ask(QUESTION)
@@ -140,12 +138,9 @@ def test_a_full_disk_is_told_and_nothing_is_lost(
 ) -> None:
     from mmaccel.policies.kv.store import saved
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     fields = {**TIGHT[kv], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}
     with begun(fields, 5) as session, unharmed(session, StoreError), monkeypatch.context() as patch:
-        patch.setattr(saved, "occupy", full)
+        patch.setattr(saved, "occupy", Mock(side_effect=OSError(28, "No space left on device")))
         session.watch(film(25), fps=FPS)
 
 
@@ -167,14 +162,11 @@ def held(session: mmaccel.VideoSession) -> list[list[int]]:
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic"])
 def test_a_broken_watch_forgets_nothing_while_there_is_room(kv: str) -> None:
-    def stop(done: int, total: int | None) -> None:
-        raise KeyboardInterrupt
-
     fields = {**TIGHT[kv], "host_bytes": 40 * UNIT, "spill": "drop_oldest"}
     with begun(fields, 20) as session:
         before = held(session)
         with unharmed(session, KeyboardInterrupt):
-            session.watch(film(25), fps=FPS, progress=stop)
+            session.watch(film(25), fps=FPS, progress=Mock(side_effect=KeyboardInterrupt))
         assert [units[: len(old)] for units, old in zip(held(session), before, strict=True)] == before
     with begun(fields, 20) as session:
         with unharmed(session, ModelError, "times: there are 101 for 100 frames"):

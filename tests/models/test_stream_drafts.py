@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -191,14 +192,10 @@ def test_a_failing_draft_loses_nothing_of_the_stream(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = film(18)
-
-    def fails(self: LocalDraftStream, *given: Any) -> None:
-        raise RuntimeError("out of cheese")
-
     with opened("mosaic", agreeing()) as session, opened("mosaic") as quiet:
         for one in (session, quiet):
             one.watch(frames[:9], fps=FPS)
-        monkeypatch.setattr(LocalDraftStream, method, fails)
+        monkeypatch.setattr(LocalDraftStream, method, Mock(side_effect=RuntimeError("out of cheese")))
         with pytest.warns(MmaccelWarning, match="without.*out of cheese"):
             session.watch(frames[9:], fps=FPS)
             first = session.ask(QUESTION, TOKENS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -95,13 +96,10 @@ def test_more_windows_of_a_size_are_no_more_calls(calls: list[Any]) -> None:
 
 @torch.no_grad()
 def test_windows_that_follow_each_other_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: Any) -> Tensor:
-        raise AssertionError("rows were copied")
-
     pixels, grid = pixels_of(GRIDS["whole windows"])
     model = qwen()
     with batched(model):
-        monkeypatch.setattr(Tensor, "index_select", refused)
+        monkeypatch.setattr(Tensor, "index_select", Mock(side_effect=AssertionError("rows were copied")))
         model.model.visual(pixels, grid_thw=grid)
         with pytest.raises(AssertionError, match="copied"):
             model.model.visual(*pixels_of(GRIDS["both edges"]))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import PIL.Image
 import pytest
@@ -37,11 +38,7 @@ def bomb(side: int = 4096) -> bytes:
 @pytest.fixture
 def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be decoded."""
-
-    def decoding(*_: Any) -> Any:
-        raise AssertionError("it was decoded")
-
-    monkeypatch.setattr(sources, "read_image", decoding)
+    monkeypatch.setattr(sources, "read_image", Mock(side_effect=AssertionError("it was decoded")))
 
 
 def test_frames_that_are_too_large_together_are_not_decoded(served: Served, undecoded: None) -> None:

@@ -256,19 +256,12 @@ def test_a_sparse_draft_whose_scores_fail_leaves_the_plain_tokens(family, monkey
 def test_a_recipe_that_is_refused_keeps_nothing_of_its_draft(family, monkeypatch, broken):
     """A draft's process is started when the draft is checked; what is refused after that must not leave it running."""
     _, model = family
-    held = []
-
-    class Held:
-        def close(self):
-            held.remove(self)
-
-    def check(self, target):
-        target.hold("process", lambda: held.append(Held()) or held[-1])
-
-    monkeypatch.setattr(Sequential, "check", check)
+    held = Mock()
+    monkeypatch.setattr(Sequential, "check", lambda self, target: target.hold("process", lambda: held))
     with pytest.raises(mmaccel.core.errors.RecipeError):
         mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model)), **broken)
-    assert not held and mmaccel.attached(model) is None
+    held.close.assert_called_once_with()
+    assert mmaccel.attached(model) is None
 
 
 def test_uv_is_told_while_later_layers_still_run(family):

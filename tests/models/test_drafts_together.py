@@ -249,11 +249,9 @@ def test_one_draft_a_round_reads_its_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     batch.load = Fixed(3)
     monkeypatch.setattr(batch.load, "took", lambda count, window, *rest: took.append(window))
     offers = batch._offers
-
-    def noted(works: Any) -> Any:
-        return offers(works), seen.append([one.asked for one in works])
-
-    monkeypatch.setattr(batch, "_offers", lambda works: noted(works)[0])
+    monkeypatch.setattr(
+        batch, "_offers", lambda works: (offers(works), seen.append([one.asked for one in works]))[0]
+    )
     batch.run(some)
     assert seen == [[3, 0, 0, 0], [3, 3, 0, 0], [3, 3, 3, 0], *[[3, 3, 3, 3]] * 3]
     assert took == [3, 3]

@@ -137,20 +137,16 @@ def test_check_may_wait_for_a_thread_that_closes(film: Film, tmp_path: Path) -> 
         assert sum(map(len, stream)) < 30
 
 
-class Late(Exception):
-    pass
-
-
 def test_what_check_raises_ends_the_wait_and_loses_no_frame(film: Film, tmp_path: Path) -> None:
     path, until = tmp_path / "halt.ts", [time.monotonic() + 0.5]
 
     def check() -> None:
         if time.monotonic() > until[0]:
-            raise Late
+            raise InterruptedError
 
     with halting(film("whole.ts").read_bytes(), path) as go:
         stream = media.clips(path, fps=5, frames_per_clip=50, follow=True, timeout=2, check=check)
-        with pytest.raises(Late):
+        with pytest.raises(InterruptedError):
             next(stream)
         until[0] += 60
         go.set()

@@ -213,26 +213,17 @@ def test_the_draft_works_on_a_stream_of_its_own(
     """A twin is right wherever it is asked, and neither reads nor writes on the stream that the target verifies on."""
     name, model = family
     inputs = question(name, "video")
-    seen: list[tuple[str, torch.cuda.Stream]] = []
-
-    class Noted(_draft_decoder.DraftDecoder):
-        def read(self, *args: Any, **kwargs: Any) -> None:
-            seen.append(("read", torch.cuda.current_stream()))
-            super().read(*args, **kwargs)
-
-        def write(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append(("write", torch.cuda.current_stream()))
-            return super().write(*args, **kwargs)
-
-    monkeypatch.setattr(_draft_decoder, "DraftDecoder", Noted)
+    seen = [
+        heard(monkeypatch, _draft_decoder.DraftDecoder, name, lambda *_, **__: torch.cuda.current_stream())
+        for name in ("read", "write")
+    ]
     draft = Parallel(model=copy.deepcopy(model), window=4, process=False)
     with mmaccel.accelerate(model, draft=draft) as fast:
         fast.generate(**inputs, max_new_tokens=32, do_sample=False)
         told = fast.report().draft
     assert told["failed"] is None and told["accepted"] == told["proposed"] > 0
-    assert {what for what, _ in seen} == {"read", "write"}
-    assert len({stream for _, stream in seen}) == 1
-    assert all(stream != torch.cuda.current_stream() for _, stream in seen)
+    assert all(seen) and len(streams := {one for part in seen for one in part}) == 1
+    assert torch.cuda.current_stream() not in streams
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 import warnings
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -127,7 +127,7 @@ def test_evidence_can_be_left_out(kv: str) -> None:
 class Slow:
     """A stream adapter's slow method that tells when it began; `clock`: in the clock's seconds, not in real ones."""
 
-    def __init__(self, inner: Any, seconds: float, clock: Clock | None) -> None:
+    def __init__(self, inner: Any, seconds: float, clock: SimpleNamespace | None) -> None:
         self.inner, self.seconds, self.clock = inner, seconds, clock
         self.calls, self.began = 0, threading.Event()
 
@@ -141,28 +141,24 @@ class Slow:
         return self.inner(*given, **named)
 
 
-def slowed(session: mmaccel.VideoSession, name: str, seconds: float, clock: Clock | None = None) -> Slow:
+def slowed(
+    session: mmaccel.VideoSession, name: str, seconds: float, clock: SimpleNamespace | None = None
+) -> Slow:
     slow = Slow(getattr(session._stream_adapter, name), seconds, clock)
     session._stream_adapter.__dict__[name] = slow
     return slow
 
 
-@dataclass
-class Clock:
-    """What deadlines go by."""
-
-    now: float = 0.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What deadlines go by."""
+    made = SimpleNamespace(now=0.0)
     monkeypatch.setattr(generate, "monotonic", lambda: made.now)
     return made
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft["name"])
-def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], clock: Clock) -> None:
+def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], clock: SimpleNamespace) -> None:
     with open_session("tiny-ov", TIGHT["rekv"], 14, draft=draft) as session:
         whole = session.ask("describe the video .", 24)
         slowed(session, "logits", 1.0, clock)
@@ -174,7 +170,7 @@ def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], cloc
         assert session.ask("describe the video .", 24).ids == whole.ids
 
 
-def test_a_timeout_holds_inside_a_long_question(clock: Clock) -> None:
+def test_a_timeout_holds_inside_a_long_question(clock: SimpleNamespace) -> None:
     with open_session("tiny-ov", TIGHT["rekv"], 14) as session:
         before = session.ask(QUESTION, 3)
         slow = slowed(session, "words", 3.0, clock)  # what comes before the layers uses the time up
@@ -215,7 +211,7 @@ def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
     product(["random-ov", "random-qwen"], ["timeout", "cancel"], ["rekv", "mosaic", "no_cache"]),
 )
 def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
-    name: str, how: str, kv: str, clock: Clock
+    name: str, how: str, kv: str, clock: SimpleNamespace
 ) -> None:
     model = pair(name)[0]
     pace = mmaccel.core.attach.adapter_for(model).pace(model)  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ from tests.models.test_recalled import (
     watched,
 )
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -319,13 +320,7 @@ def test_what_goes_is_gone(kind: str, name: str) -> None:
 
 def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """What DyCoke forgets, on a window: of the tokens that the window still shows, and at each step of those."""
-    asked: list[tuple[Tensor, Tensor, Tensor | None]] = []
-
-    class Spied(DyCoke):
-        def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
-            asked.append((attention, columns, before))
-            return super().recall(attention, columns, before)
-
+    asked = heard(monkeypatch, DyCoke, "recall", lambda self, *given: given)
     seen: list[tuple[int, Tensor, KVView]] = []
     inner = PrunedKVState.view
 
@@ -336,7 +331,7 @@ def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPa
         return made
 
     monkeypatch.setattr(PrunedKVState, "view", view)
-    prune = Spied(layer=2, drop=0.0, forget=0.5, refresh=1.0)
+    prune = DyCoke(layer=2, drop=0.0, forget=0.5, refresh=1.0)
     kv, inputs = Window(window=70, margin=30), prompt("random-qwen")
     model = SHARP["random-qwen"][0]
     with mmaccel.accelerate(model, kv=kv, prune=prune) as fast:

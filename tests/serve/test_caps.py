@@ -4,13 +4,10 @@ and a stream that would break the promise to the others is refused."""
 from __future__ import annotations
 
 import base64
-import http.server
 import io
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +20,7 @@ from mmaccel.serve import sources
 from mmaccel.serve.admission import Admission
 from mmaccel.serve.kept import Pictures
 from mmaccel.serve.settings import Limits, Refused, Settings
-from tests.media.films import write_film
+from tests.media.films import answering, write_film
 from tests.serve.conftest import SESSIONS, SMALL, Served, jpegs, opened, running, text, video
 
 
@@ -92,64 +89,27 @@ def test_the_newest_picture_is_there_once_it_is_numbered(monkeypatch: pytest.Mon
     assert pictures.at(3) == b"\0" and len(pictures._files) <= 4
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
-    """A site that answers by the path asked for."""
-
-    film = b""
-
-    def do_GET(self) -> None:
-        name = self.path[1:].partition("?")[0]
-        if name == "film.mp4":
-            return self._give(self.film)
-        if name.startswith("to="):
-            return self._give(b"", 302, name[3:])
-        if name == "round":
-            return self._give(b"", 301, "/round")
-        if name == "endless":
-            self.send_response(200)
-            self.end_headers()
-            while True:
-                self.wfile.write(bytes(1 << 16))
-        if name == "slow":
-            self.send_response(200)
-            self.send_header("Content-Length", "1000000")
-            self.end_headers()
-            while True:
-                self.wfile.write(b"a")
-                time.sleep(0.05)
-        return self._give(b"nothing", 404)
-
-    def _give(self, body: bytes, status: int = 200, place: str = "") -> None:
-        self.send_response(status)
-        if place:
-            self.send_header("Location", place)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@contextmanager
-def site(film: bytes) -> Iterator[str]:
-    class Server(http.server.ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: Any) -> None:
-            pass  # who hangs up on an endless answer
-
-    handler = type("One", (Answers,), {"film": film})
-    with Server(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+def site(film: bytes, request: Any) -> None:
+    """Answers a request by its path."""
+    name = request.path[1:].partition("?")[0]
+    place = "/round" if name == "round" else name[3:] if name.startswith("to=") else ""
+    known = name in ("film.mp4", "endless", "slow")
+    request.send_response((301 if name == "round" else 302) if place else 200 if known else 404)
+    if place:
+        request.send_header("Location", place)
+    if name != "endless":
+        request.send_header("Content-Length", "1000000" if name == "slow" else str(len(film)))
+    request.end_headers()
+    while name in ("endless", "slow"):
+        request.wfile.write(bytes(1 << 16) if name == "endless" else b"a")
+        time.sleep(0.0 if name == "endless" else 0.05)
+    request.wfile.write(film)
 
 
 def test_http_sources_have_caps(tmp_path: Path) -> None:
     film = write_film(tmp_path / "film.mp4", 12).read_bytes()
     limits = Limits(source_bytes=1 << 20, source_seconds=1.0, redirects=2)
-    with site(film) as url, running(Settings(private=True, limits=limits)) as served:
+    with answering(partial(site, film)) as url, running(Settings(private=True, limits=limits)) as served:
 
         def status(path: str) -> tuple[int, str]:
             response = served.chat([video(f"{url}/{path}"), text()], max_tokens=1, mmaccel={"frames": 4})
@@ -171,7 +131,7 @@ def test_a_redirect_may_not_lead_to_a_private_address(
 ) -> None:
     """Nor may a name that means another address when it is looked up again."""
     film = write_film(tmp_path / "film.mp4", 12).read_bytes()
-    with site(film) as url:
+    with answering(partial(site, film)) as url:
         monkeypatch.setattr(sources, "is_public", lambda one: one == "127.0.0.1")
         assert served.chat([video(f"{url}/film.mp4"), text()], max_tokens=1).status_code == 200
         inside = served.chat([video(f"{url}/to=http://10.0.0.1/a.mp4"), text()], max_tokens=1)

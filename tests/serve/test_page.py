@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 
 from mmaccel.serve.settings import Limits, Settings
 from mmaccel_lab.world import World, render
+from tests.media.films import answering, send
 from tests.serve.browser import CHROMIUM, Page, browser
 from tests.serve.conftest import KEY, Served, running
 
@@ -171,19 +169,18 @@ def test_a_key_is_asked_for(page: Page, film: Path) -> None:
 
 def test_the_example_s_page_of_another_origin_shows_its_camera_and_asks(page: Page) -> None:
     """`examples/browser.html`, from a server of files; a page of an origin that is not admitted gets nothing."""
-    folder = Path(__file__).parents[2] / "examples"
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as files:
-        threading.Thread(target=files.serve_forever, daemon=True).start()
-        here = f"http://127.0.0.1:{files.server_port}"
-        with running(Settings(origins=(here,))) as served, running() as shut:
-            page.go(f"{here}/browser.html?server={served.url}")
-            page.until("/^[3-9] frames/.test(state.textContent)")
-            page.value("question.value = 'What colour was the star?'; form.requestSubmit()")
-            assert page.until("answer.textContent.includes('first token') && answer.textContent")[0] != " "
-            page.go(f"{here}/browser.html?server={shut.url}")
-            page.until("document.readyState === 'complete'")
-            assert shut.engine.metrics.requests.labels("refused", "403")._value.get() > 0
-            assert page.value("state.textContent") == "no frames yet"
-            page.go("about:blank")
-        files.shutdown()
+    page_of = Path(__file__).parents[2] / "examples" / "browser.html"
+    with (
+        answering(lambda request: send(request, page_of.read_bytes())) as here,
+        running(Settings(origins=(here,))) as served,
+        running() as shut,
+    ):
+        page.go(f"{here}/browser.html?server={served.url}")
+        page.until("/^[3-9] frames/.test(state.textContent)")
+        page.value("question.value = 'What colour was the star?'; form.requestSubmit()")
+        assert page.until("answer.textContent.includes('first token') && answer.textContent")[0] != " "
+        page.go(f"{here}/browser.html?server={shut.url}")
+        page.until("document.readyState === 'complete'")
+        assert shut.engine.metrics.requests.labels("refused", "403")._value.get() > 0
+        assert page.value("state.textContent") == "no frames yet"
+        page.go("about:blank")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,3 +145,13 @@ def logits(session: mmaccel.VideoSession, question: Any = QUESTION, **how: Any) 
     """[V] a session's logits for the first token of its answer."""
     with asked_of(session._live, question, 4, **how) as asked:
         return asked.logits[0].clone()
+
+
+@contextmanager
+def resumed(session: mmaccel.VideoSession, folder: Path) -> Iterator[mmaccel.VideoSession]:
+    """Another session with the same stream, saved and read anew: it says the same."""
+    session.save(folder)
+    model, processor = session._stream_adapter.view.model, session._processor
+    with mmaccel.VideoSession.resume(model, processor, folder) as other:
+        assert torch.equal(logits(other), logits(session))
+        yield other

@@ -241,17 +241,6 @@ def test_a_sparse_draft_that_leaves_nothing_out_is_always_right(family):
     assert 0 < report.draft["counters"]["draft_held"] < whole / 2
 
 
-def test_a_sparse_draft_whose_scores_fail_leaves_the_plain_tokens(family, monkeypatch):
-    """The scores are made within the target's own pass, which must not end with them."""
-    name, model = family
-    inputs = prompt(name, PROMPTS["video"])
-    plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    with mmaccel.accelerate(model, draft=SparseToDense(window=4)):
-        monkeypatch.setattr(_Sparse, "_score", Mock(side_effect=RuntimeError("out of memory")))
-        with pytest.warns(mmaccel.core.errors.MmaccelWarning, match="out of memory"):
-            assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
-
-
 @pytest.mark.parametrize("broken", [{"backend": "triton"}, {"prune": {"name": "fastv", "layer": 9}}])
 def test_a_recipe_that_is_refused_keeps_nothing_of_its_draft(family, monkeypatch, broken):
     """A draft's process is started when the draft is checked; what is refused after that must not leave it running."""
@@ -281,13 +270,15 @@ def test_uv_is_told_while_later_layers_still_run(family):
     assert order[order.index("told") + 1] == 1 and order.count("told") == 1
 
 
-def test_a_draft_that_cannot_even_open_leaves_the_plain_tokens(family, monkeypatch):
+@pytest.mark.parametrize(("owner", "fails"), [(Sequential, "open"), (_Sparse, "_score")])
+def test_a_draft_that_fails_before_it_drafts_leaves_the_plain_tokens(family, monkeypatch, owner, fails):
+    """It cannot even be opened; or scores fail, which are made within the target's own pass, that must not end with them."""
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    draft = Sequential(model=copy.deepcopy(model))
+    draft = SparseToDense(window=4) if owner is _Sparse else Sequential(model=copy.deepcopy(model))
     with mmaccel.accelerate(model, draft=draft) as fast, monkeypatch.context() as patch:
-        patch.setattr(Sequential, "open", Mock(side_effect=RuntimeError("out of cheese")))
+        patch.setattr(owner, fails, Mock(side_effect=RuntimeError("out of cheese")))
         with pytest.warns(mmaccel.core.errors.MmaccelWarning, match="out of cheese"):
             assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
         assert fast.report().draft["failed"] == "RuntimeError: out of cheese" and "cheese" in str(

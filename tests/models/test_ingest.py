@@ -16,7 +16,18 @@ from mmaccel.core.prefill import attention
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.policies.kv._ingest import IngestState
-from tests.models.streams import CLUSTERS, FPS, QUESTION, film, logits, open_session, pair, plain, said
+from tests.models.streams import (
+    CLUSTERS,
+    FPS,
+    QUESTION,
+    film,
+    logits,
+    open_session,
+    pair,
+    plain,
+    resumed,
+    said,
+)
 from tests.products import product
 from tests.spies import heard
 
@@ -167,14 +178,9 @@ def test_a_store_that_is_full_when_the_film_ends_leaves_the_stream_as_it_was() -
 
 @pytest.mark.parametrize("kv", ROOMY)
 def test_saved_and_loaded_after_an_ingestion_it_is_equal(tmp_path: Path, kv: str) -> None:
-    name = "random-qwen"
-    model, processor = pair(name)
-    with open_session(name, ROOMY[kv]) as session:
+    with open_session("random-qwen", ROOMY[kv]) as session:
         session.ingest(film(19), fps=FPS)
-        session.save(tmp_path / "stream")
-        before = logits(session)
-        with mmaccel.VideoSession.resume(model, processor, tmp_path / "stream") as other:
-            assert torch.equal(logits(other), before)
+        with resumed(session, tmp_path / "stream") as other:
             for one in (session, other):
                 one.watch(film(22)[19:], fps=FPS)
             assert torch.allclose(logits(other), logits(session), atol=EQUAL)

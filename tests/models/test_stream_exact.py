@@ -24,6 +24,7 @@ from tests.models.streams import (
     open_session,
     pair,
     plain,
+    resumed,
     said,
 )
 from tests.models.test_ingest import ALL, EQUAL, FEW, ROOMY, by_mask
@@ -83,14 +84,11 @@ def test_questions_and_other_sessions_do_not_disturb_a_stream(kv: str) -> None:
 @pytest.mark.parametrize(("name", "kv"), [*(("random-qwen", kv) for kv in TIGHT), ("random-ov", "mosaic")])
 def test_saved_and_loaded_it_goes_on(tmp_path: Path, name: str, kv: str) -> None:
     frames = film(25)
-    model, processor = pair(name)
     with open_session(name, TIGHT[kv]) as session:
         session.watch(frames[:19], fps=FPS)
-        session.save(tmp_path / "stream")
         before = logits(session)
-        with mmaccel.VideoSession.resume(model, processor, tmp_path / "stream") as other:
+        with resumed(session, tmp_path / "stream") as other:
             assert other.recipe == session.recipe and other.frames == 19 and other.seconds == session.seconds
-            assert torch.equal(logits(other), before)
             assert other.ask(QUESTION, 4).evidence == session.ask(QUESTION, 4).evidence
             for one in (session, other):
                 one.watch(frames[19:], fps=FPS)

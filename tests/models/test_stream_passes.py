@@ -17,7 +17,7 @@ from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.prefill import attention
 from mmaccel.policies.kv.mosaic import ClusterIndex
 from mmaccel.policies.kv.mosaic.split import UnitMeans
-from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, resumed
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.policies.kv.test_question_reads import Counted
 from tests.products import product
@@ -86,7 +86,6 @@ def test_one_frame_a_call_keeps_what_sixteen_do(name: str, kv: str) -> None:
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 def test_frames_that_wait_to_be_merged_are_seen_saved_and_taken_back(name: str, tmp_path: Path) -> None:
     """In the middle of a run of frames that look alike."""
-    model, processor = pair(name)
     frames = torch.cat([film(11), film(11)[-1:].expand(6, -1, -1, -1), film(25)[12:]])
     kv = {"name": "streammem", "frames": 64}
     with open_session(name, kv) as session, open_session(name, kv) as other:
@@ -98,12 +97,10 @@ def test_frames_that_wait_to_be_merged_are_seen_saved_and_taken_back(name: str, 
         watched(other, blind, 5)
         assert (logits(session) - logits(other)).abs().max() > 1e-3, "a question sees the frames that wait"
         before = logits(session)
-        session.save(tmp_path / "stream")
         with pytest.raises(mmaccel.core.errors.ModelError, match="times"):
             session.watch(frames[14:17], times=[100.0, 101.0])
         assert torch.equal(logits(session), before)
-        with mmaccel.VideoSession.resume(model, processor, tmp_path / "stream") as again:
-            assert torch.equal(logits(again), before)
+        with resumed(session, tmp_path / "stream") as again:
             for one in (session, again):
                 watched(one, frames[14:], 1)
             assert kept(again) == kept(session) and torch.equal(logits(again), logits(session))

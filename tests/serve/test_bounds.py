@@ -26,6 +26,7 @@ from mmaccel.serve.settings import Limits, Settings
 from tests.serve.conftest import (
     KEY,
     QUESTION,
+    SESSIONS,
     Served,
     frames_url,
     heard,
@@ -36,7 +37,7 @@ from tests.serve.conftest import (
     text,
     video,
 )
-from tests.serve.test_load import CHAT, SESSIONS, eventually, head, raw, without_end
+from tests.serve.test_load import CHAT, eventually, head, raw, without_end
 
 # --- Sockets ----------------------------------------------------------------------------------------------------------
 

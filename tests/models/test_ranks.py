@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,93 +131,6 @@ def shared() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_two_ranks(tmp_path_factory.mktemp("shared"), shared)
-
-
-def agree(one: dict[str, Any], ranks: list[dict[str, Any]], allowed: list[float]) -> None:
-    for rank in ranks:
-        assert all(map(torch.equal, rank["tokens"], one["tokens"]))
-        off = [float((a - b).abs().max()) for a, b in zip(rank["logits"], one["logits"], strict=True)]
-        assert all(x <= most for x, most in zip(off, allowed, strict=True)), (off, allowed)
-        assert rank["kept"] == one["kept"]
-    # Each holds its half, and the last one the columns of passes of few rows.
-    held = [rank["held"] for rank in ranks]
-    assert sum(held) == one["held"] and max(held) < one["held"] / RANKS + MIN_ROWS
-
-
-def budget(model: Any, inputs: dict[str, Any]) -> list[float]:
-    """As `oracle.budget`, of the plain model: twice what float32 is off float64, and one rounding of the largest value."""
-    plain = [asked(model, inputs), asked(model.double(), inputs)]
-    model.float()
-    pairs = zip(*(one["logits"] for one in plain), strict=True)
-    return [
-        2 * float((a.double() - b).abs().max()) + torch.finfo(a.dtype).eps * float(b.abs().max())
-        for a, b in pairs
-    ]
-
-
-@pytest.mark.parametrize("family", sorted(BUILD))
-def test_two_processes_give_what_one_gives(family: str, ranks: list[dict[str, Any]]) -> None:
-    model, inputs = model_of(family), prompt(family, PROMPTS["long"])
-    allowed = budget(model, inputs)
-    for name in WAYS[family]:
-        agree(asked(model, inputs, **RECIPES[name]), [rank[family, name] for rank in ranks], allowed)
-    sparse = "grid" if family == "qwen" else "a_shape"
-    assert ranks[0][family, sparse]["kept"] < 0.95
-
-
-def test_a_batch_and_a_model_with_deepstack(ranks: list[dict[str, Any]]) -> None:
-    twice = {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in prompt("llava", PROMPTS["long"]).items()}
-    for name, model, inputs in (
-        ("twice", model_of("llava"), twice),
-        ("deep", model_of("qwen3_vl"), prompt("qwen3_vl", PROMPTS["long"])),
-    ):
-        one = asked(model, inputs, sparse=A_SHAPE)
-        agree(one, [rank[name] for rank in ranks], budget(model, inputs))
-
-
-def test_what_is_not_shared_is_refused_in_a_sentence(ranks: list[dict[str, Any]]) -> None:
-    told = ranks[0]["refused"]
-    assert told == ranks[1]["refused"] and set(told) == {*WRONG, "mesh", "states", "padded", "weights"}
-    assert told["window"].startswith("kv 'window': under context_mesh a process holds a share of the columns")
-    assert told["mesh"].startswith("context_mesh: give a DeviceMesh of one dimension")
-    assert told["states"].startswith("context_mesh: layers with a running state")
-    assert "give prompts of one length" in told["padded"] and "output_attentions" in told["weights"]
-
-
-def pieces(seed: int) -> list[tuple[Any, ...]]:
-    draw = random.Random(seed)
-    return [("text", draw.randint(2, 30)), ("video", 2 * draw.randint(10, 24)), ("text", draw.randint(4, 40))]
-
-
-def fifty(sharing: bool, device: str) -> list[torch.Tensor]:
-    """The greedy answers to fifty prompts, of two families under two recipes in turn."""
-    mesh = init_device_mesh(device, (dist.get_world_size(),)) if sharing else None
-    models, found = [model_of(family).to(device) for family in sorted(BUILD)], []
-    for seed in range(50):
-        kind = seed % 2
-        recipe = ("a_shape", "grid")[seed // 2 % 2]
-        with mmaccel.accelerate(models[kind], sparse=dict(name=recipe, block=16), context_mesh=mesh):
-            inputs = prompt(sorted(BUILD)[kind], pieces(seed), seed)
-            inputs = {name: x.to(device) for name, x in inputs.items()}
-            found.append(models[kind].generate(**inputs, **TOLD).cpu())
-    return found
-
-
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
-def test_fifty_prompts_get_the_same_greedy_tokens(tmp_path: Path, device: str) -> None:
-    if device == "cuda" and torch.cuda.device_count() < RANKS:
-        pytest.skip("needs two CUDA devices")
-    one, ranks = fifty(False, device), on_two_ranks(tmp_path, fifty, True, device, device=device)
-    assert len(one) == 50 and len(ranks) == RANKS
-    for rank in ranks:
-        assert all(map(torch.equal, rank, one))
-
-
 HEADS = {
     layer: {head: dict(name="a_shape", sink=8 * head + 8, window=24) for head in heads}
     for layer, heads in {0: range(4), 1: (1, 3)}.items()
@@ -302,11 +216,10 @@ def refusals(model: Any) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def ran(
-    tmp_path_factory: pytest.TempPathFactory, random_folder: Callable[[str], Path]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`answers` of one process, and of each of two."""
-    pytest.importorskip("accelerate")
+def folders(tmp_path_factory: pytest.TempPathFactory, random_folder: Callable[[str], Path]) -> list[str]:
+    """Of a model whose layers are shared, and of one that watches films; none where they cannot be."""
+    if find_spec("accelerate") is None:
+        return []
     folder = tmp_path_factory.mktemp("sharded")
     BUILD["qwen"](layers=3).save_pretrained(folder / "model")
     shutil.copytree(random_folder("tiny-qwen"), folder / "films")
@@ -315,8 +228,111 @@ def ran(
     films.lm_head.weight = torch.nn.Parameter(films.lm_head.weight.detach().clone())
     films.config.tie_word_embeddings = films.config.text_config.tie_word_embeddings = False
     films.save_pretrained(folder / "films")
-    given = str(folder / "model"), str(folder / "films")
-    return answers(*given, False), on_two_ranks(folder, answers, *given, True)
+    return [str(folder / "model"), str(folder / "films")]
+
+
+def both(*folders: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return shared(), answers(*folders, sharded=True) if folders else {}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, folders: list[str]) -> list[Any]:
+    """`shared` and `answers` in each of two processes, which start once: a start costs as much as their work."""
+    return on_two_ranks(tmp_path_factory.mktemp("two"), both, *folders)
+
+
+@pytest.fixture
+def ranks(two: list[Any]) -> list[dict[str, Any]]:
+    return [rows for rows, _ in two]
+
+
+@pytest.fixture(scope="module")
+def ran(two: list[Any], folders: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`answers` of one process, and of each of two."""
+    pytest.importorskip("accelerate")
+    return answers(*folders, sharded=False), [layers for _, layers in two]
+
+
+def agree(one: dict[str, Any], ranks: list[dict[str, Any]], allowed: list[float]) -> None:
+    for rank in ranks:
+        assert all(map(torch.equal, rank["tokens"], one["tokens"]))
+        off = [float((a - b).abs().max()) for a, b in zip(rank["logits"], one["logits"], strict=True)]
+        assert all(x <= most for x, most in zip(off, allowed, strict=True)), (off, allowed)
+        assert rank["kept"] == one["kept"]
+    # Each holds its half, and the last one the columns of passes of few rows.
+    held = [rank["held"] for rank in ranks]
+    assert sum(held) == one["held"] and max(held) < one["held"] / RANKS + MIN_ROWS
+
+
+def budget(model: Any, inputs: dict[str, Any]) -> list[float]:
+    """As `oracle.budget`, of the plain model: twice what float32 is off float64, and one rounding of the largest value."""
+    plain = [asked(model, inputs), asked(model.double(), inputs)]
+    model.float()
+    pairs = zip(*(one["logits"] for one in plain), strict=True)
+    return [
+        2 * float((a.double() - b).abs().max()) + torch.finfo(a.dtype).eps * float(b.abs().max())
+        for a, b in pairs
+    ]
+
+
+@pytest.mark.parametrize("family", sorted(BUILD))
+def test_two_processes_give_what_one_gives(family: str, ranks: list[dict[str, Any]]) -> None:
+    model, inputs = model_of(family), prompt(family, PROMPTS["long"])
+    allowed = budget(model, inputs)
+    for name in WAYS[family]:
+        agree(asked(model, inputs, **RECIPES[name]), [rank[family, name] for rank in ranks], allowed)
+    sparse = "grid" if family == "qwen" else "a_shape"
+    assert ranks[0][family, sparse]["kept"] < 0.95
+
+
+def test_a_batch_and_a_model_with_deepstack(ranks: list[dict[str, Any]]) -> None:
+    twice = {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in prompt("llava", PROMPTS["long"]).items()}
+    for name, model, inputs in (
+        ("twice", model_of("llava"), twice),
+        ("deep", model_of("qwen3_vl"), prompt("qwen3_vl", PROMPTS["long"])),
+    ):
+        one = asked(model, inputs, sparse=A_SHAPE)
+        agree(one, [rank[name] for rank in ranks], budget(model, inputs))
+
+
+def test_what_is_not_shared_is_refused_in_a_sentence(ranks: list[dict[str, Any]]) -> None:
+    told = ranks[0]["refused"]
+    assert told == ranks[1]["refused"] and set(told) == {*WRONG, "mesh", "states", "padded", "weights"}
+    assert told["window"].startswith("kv 'window': under context_mesh a process holds a share of the columns")
+    assert told["mesh"].startswith("context_mesh: give a DeviceMesh of one dimension")
+    assert told["states"].startswith("context_mesh: layers with a running state")
+    assert "give prompts of one length" in told["padded"] and "output_attentions" in told["weights"]
+
+
+def pieces(seed: int) -> list[tuple[Any, ...]]:
+    draw = random.Random(seed)
+    return [("text", draw.randint(2, 30)), ("video", 2 * draw.randint(10, 24)), ("text", draw.randint(4, 40))]
+
+
+def fifty(sharing: bool, device: str) -> list[torch.Tensor]:
+    """The greedy answers to fifty prompts, of two families under two recipes in turn."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),)) if sharing else None
+    models, found = [model_of(family).to(device) for family in sorted(BUILD)], []
+    for seed in range(50):
+        kind = seed % 2
+        recipe = ("a_shape", "grid")[seed // 2 % 2]
+        with mmaccel.accelerate(models[kind], sparse=dict(name=recipe, block=16), context_mesh=mesh):
+            inputs = prompt(sorted(BUILD)[kind], pieces(seed), seed)
+            inputs = {name: x.to(device) for name, x in inputs.items()}
+            found.append(models[kind].generate(**inputs, **TOLD).cpu())
+    return found
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_fifty_prompts_get_the_same_greedy_tokens(tmp_path: Path, device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two CUDA devices")
+    one, ranks = fifty(False, device), on_two_ranks(tmp_path, fifty, True, device, device=device)
+    assert len(one) == 50 and len(ranks) == RANKS
+    for rank in ranks:
+        assert all(map(torch.equal, rank, one))
 
 
 def test_every_recipe_that_runs_gives_the_answer_of_one_process(ran: Any) -> None:

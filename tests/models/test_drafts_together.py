@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -36,7 +37,6 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 def models() -> tuple[Any, Any]:
     """A target, and a draft that is right now and then."""
     target, draft = tiny(KIND, layers=3), tiny(KIND, layers=3)
-    target.generation_config.eos_token_id = None
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for one in draft.parameters():
@@ -71,10 +71,9 @@ def answers(
     model: Any, recipes: list[Any], batch: Batch | None, tokens: Callable[[int], int] = lambda n: 30 + 5 * n
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """What each of `CALLS` generates with a draft of its own, in threads of their own; None: one at a time."""
-    found, reports, errors = [torch.empty(0)] * len(CALLS), [None] * len(CALLS), []
     ready = threading.Barrier(len(CALLS))
 
-    def call(number: int) -> None:
+    def call(number: int) -> tuple[torch.Tensor, Any]:
         kind, how = CALLS[number]
         try:
             with mmaccel.accelerate(sharing(model), draft=recipes[number % len(recipes)]) as fast:
@@ -82,24 +81,18 @@ def answers(
                     generator = torch.Generator().manual_seed(number)
                     fast.seat = Seat(batch, generator, lambda: ready.wait(60) and None)
                 torch.manual_seed(number)
-                found[number] = fast.generate(
+                found = fast.generate(
                     **prompt(KIND, PROMPTS[kind], number), max_new_tokens=tokens(number), **how
                 )
                 assert batch is None or not fast.seat.alone
-                reports[number] = fast.report()
-        except BaseException as error:
-            errors.append(error)
+                return found, fast.report()
+        except BaseException:
             ready.abort()
+            raise
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in range(len(CALLS))]
-    for one in threads:
-        one.start()
-        if batch is None:
-            one.join()
-    for one in threads:
-        one.join()
-    assert not errors, errors
-    return found, reports
+    with ThreadPoolExecutor(1 if batch is None else len(CALLS)) as pool:
+        said, reports = zip(*pool.map(call, range(len(CALLS))), strict=True)
+    return list(said), list(reports)
 
 
 @pytest.fixture
@@ -256,11 +249,9 @@ def test_one_draft_a_round_reads_its_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     batch.load = Fixed(3)
     monkeypatch.setattr(batch.load, "took", lambda count, window, *rest: took.append(window))
     offers = batch._offers
-
-    def noted(works: Any) -> Any:
-        return offers(works), seen.append([one.asked for one in works])
-
-    monkeypatch.setattr(batch, "_offers", lambda works: noted(works)[0])
+    monkeypatch.setattr(
+        batch, "_offers", lambda works: (offers(works), seen.append([one.asked for one in works]))[0]
+    )
     batch.run(some)
     assert seen == [[3, 0, 0, 0], [3, 3, 0, 0], [3, 3, 3, 0], *[[3, 3, 3, 3]] * 3]
     assert took == [3, 3]

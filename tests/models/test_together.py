@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
@@ -16,14 +17,11 @@ from mmaccel.core.decoding.batch import Batch, Seat
 from mmaccel.models import step
 from mmaccel.models.together import StepsTogether, sharing, why_not
 from tests.backends.test_triton import run
-from tests.models.tiny_random import BUILD as COMMON
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 
-BUILD = {
-    **COMMON,
-    **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")},
-}
+FAMILIES = ("qwen", "llava", "glm4v", "internvl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")
+BUILD = {name: partial(tiny, name) for name in FAMILIES}
 KINDS = ["text", "video", "interleaved", "long", "image"]
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
@@ -31,7 +29,6 @@ pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):
     model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
     return request.param, model
 
 
@@ -112,10 +109,10 @@ CALLS = [
 
 def answers(model, name, batch, calls, at_once=True):
     """What each of `calls` generates, in threads of their own that begin one after the other, or one at a time."""
-    found, errors = [None] * len(calls), []
     begun = threading.Semaphore(1)
 
-    def call(number, kind, how):
+    def call(number):
+        kind, how = calls[number]
         try:
             with mmaccel.accelerate(sharing(model)) as fast:
                 fast.seat = Seat(batch, torch.Generator().manual_seed(number), begun.release)
@@ -124,20 +121,13 @@ def answers(model, name, batch, calls, at_once=True):
                     **prompt(name, PROMPTS[kind], number), max_new_tokens=9 + 3 * number, **how
                 )
                 assert not fast.seat.alone and fast.report().new_tokens == 9 + 3 * number
-                found[number] = out
-        except BaseException as error:
-            errors.append(error)
+                return out
+        except BaseException:
             begun.release()
+            raise
 
-    threads = [threading.Thread(target=call, args=(n, kind, how)) for n, (kind, how) in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-        if not at_once:
-            thread.join()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    return found
+    with ThreadPoolExecutor(len(calls) if at_once else 1) as pool:
+        return list(pool.map(call, range(len(calls))))
 
 
 def test_calls_decoded_together_give_what_each_gives_alone(family):
@@ -197,15 +187,10 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
             except (Full, torch.OutOfMemoryError) as error:
                 failed.append(type(error))
 
-    threads = [
-        threading.Thread(target=fails, args=("image", 9), kwargs={"stopping_criteria": [bad]}),
-        threading.Thread(target=fails, args=("text", 3)),
-    ]
-    for thread in threads:
-        thread.start()
-    found = answers(model, name, batch, calls)
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(fails, "image", 9, stopping_criteria=[bad])
+        pool.submit(fails, "text", 3)
+        found = answers(model, name, batch, calls)
     assert sorted(one.__name__ for one in failed) == ["Full", "OutOfMemoryError"]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)) and len(batch) == 0
 
@@ -221,7 +206,6 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
 )
 def test_what_cannot_share_a_step_is_decoded_alone_and_says_why(choice, why):
     model = BUILD["llava"](layers=3)
-    model.generation_config.eos_token_id = None
     inputs = prompt("llava", PROMPTS["video"])
     with mmaccel.accelerate(model, **choice) as fast:
         want = fast.generate(**inputs, max_new_tokens=8, do_sample=False)

@@ -1,23 +1,69 @@
-"""Qwen2.5-VL's vision tower in fewer kernels: the same features, products of good sizes, and nothing left behind."""
+"""What is put in the place of a model's modules computes what they do, in fewer kernels, and goes away again; modules are
+known again only as long as nothing in them has been exchanged."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmaccel
 from mmaccel.backends.ops import layer_ops
+from mmaccel.core.attach import adapter_for
 from mmaccel.models import modules
+from mmaccel.models.fingerprint import ModuleFingerprint
+from tests.models.streams import pair
 from tests.models.test_vision_windows import pixels_of
-from tests.models.tiny_random import prompt, qwen
+from tests.models.tiny_random import BUILD, prompt, qwen
 from tests.spies import heard
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each of three operators is called."""
+    found: dict[str, int] = {}
+
+    def counted(name: str) -> None:
+        op = getattr(layer_ops, name)
+        monkeypatch.setattr(
+            layer_ops, name, lambda *given: (found.__setitem__(name, found.get(name, 0) + 1), op(*given))[1]
+        )
+
+    for name in ("rms_norm", "silu_times_", "rotate_"):
+        counted(name)
+    return found
+
+
+@pytest.mark.parametrize("family", list(BUILD))
+def test_a_model_says_the_same(family: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the operators, in their plain form here, in the place of a model's own steps."""
+    model = BUILD[family](layers=2)
+    inputs = prompt("llava", [("text", 200)])
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+    monkeypatch.setattr(layer_ops, "fusible", lambda x: True)
+    attention = model.model.language_model.layers[0].self_attn
+    with mmaccel.accelerate(model, "dense"):
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).logits, wanted, rtol=1e-5, atol=1e-5)
+        assert calls == {"rms_norm": 5, "silu_times_": 2, "rotate_": 4}
+        # Where gradients are wanted nothing is done in place.
+        calls.clear()
+        torch.testing.assert_close(model(**inputs).logits, wanted, rtol=1e-5, atol=1e-5)
+        assert calls == {} and "forward" in attention.__dict__
+    assert "forward" not in attention.__dict__
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, wanted)
+    assert calls == {}
+
 
 GRID = [[5, 10, 14], [1, 4, 4]]
 INNER = 62
@@ -73,20 +119,7 @@ def test_features_are_the_same(model: Any, fused: None, products: list[Any], dty
 
 
 @torch.no_grad()
-def test_each_step_is_one_kernel(model: Any, fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: dict[str, int] = {}
-
-    def counted(name: str) -> Any:
-        op = getattr(layer_ops, name)
-
-        def call(*args: Any) -> Any:
-            calls[name] = calls.get(name, 0) + 1
-            return op(*args)
-
-        return call
-
-    for name in ("rms_norm", "silu_times_", "rotate_"):
-        monkeypatch.setattr(layer_ops, name, counted(name))
+def test_each_step_is_one_kernel(model: Any, fused: None, calls: dict[str, int]) -> None:
     with mmaccel.accelerate(model, "dense"):
         encoded(model)
         # Two blocks, and the norm of the merger.
@@ -181,3 +214,93 @@ def test_on_a_device(model: Any, products: list[Any]) -> None:
         got = torch.cat(model.model.get_video_features(pixels.bfloat16(), told).pooler_output)
     assert products == [(64, 32), (64, 32), (32, 64)] * 2
     assert (got.cpu().float() - exact).norm() <= 1.05 * (plain.cpu().float() - exact).norm()
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_the_module_makes_them(name: str, dtype: torch.dtype) -> None:
+    model = pair(name)[0]
+    family: Any = adapter_for(model)
+    places = torch.tensor([0, 1, 7, 900, 352_800])
+    positions = places.expand(3, -1) if family.mrope else places
+    with mock.patch.object(layer_ops, "angles", wraps=layer_ops.angles) as made:
+        found = family.angles(model, positions, dtype)
+    assert made.called != family.mrope
+    cos, sin = family.rotary(model)(torch.empty(0, dtype=dtype), positions[..., None, :])
+    for one, turned in zip(found, (cos, sin), strict=True):
+        assert torch.equal(one, turned[:, None])
+
+
+def test_stretched_angles_are_the_module_s_own() -> None:
+    model = pair("random-ov")[0]
+    family: Any = adapter_for(model)
+    rotary = family.rotary(model)
+    with (
+        mock.patch.object(rotary, "rope_type", "dynamic"),
+        mock.patch.object(layer_ops, "angles", side_effect=AssertionError),
+        mock.patch.object(rotary, "forward", side_effect=lambda x, at: (at.float(), -at.float())) as own,
+    ):
+        family.angles(model, torch.arange(4), torch.float32)
+    assert own.called
+
+
+class Other(nn.Linear):
+    pass
+
+
+def layers() -> nn.ModuleList:
+    return nn.ModuleList(
+        nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3, bias=False)) for _ in range(2)
+    )
+
+
+def exchanged(all_: nn.ModuleList) -> None:
+    all_[1][2] = nn.Linear(3, 3, bias=False)
+
+
+def added(all_: nn.ModuleList) -> None:
+    all_[0][0].add_module("more", nn.Linear(3, 3))
+
+
+def reclassed(all_: nn.ModuleList) -> None:
+    all_[0][2].__class__ = Other
+
+
+def another_weight(all_: nn.ModuleList) -> None:
+    all_[0][0].weight = nn.Parameter(all_[0][0].weight.detach().clone())
+
+
+def moved(all_: nn.ModuleList) -> None:
+    weight = all_[0][0].weight
+    weight.data = weight.data.clone()
+
+
+def another_layer(all_: nn.ModuleList) -> None:
+    all_[0] = nn.Sequential(*all_[0])
+
+
+@pytest.mark.parametrize("change", [exchanged, added, reclassed, another_weight, moved, another_layer])
+def test_a_change_is_seen(change: Callable[[nn.ModuleList], None]) -> None:
+    some = layers()
+    watched, other = ModuleFingerprint(some), layers()
+    assert watched.same(list(some)) and not watched.same(list(other)) and not watched.same(list(some)[:1])
+    with torch.no_grad():
+        some[0][0].weight.mul_(2)
+    assert watched.same(list(some))
+    change(some)
+    assert not watched.same(list(some))
+    assert ModuleFingerprint(some).same(list(some))
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_listener_is_heard_wherever_it_is(kind: str) -> None:
+    some = layers()
+    watched = ModuleFingerprint(some)
+    for module in some.modules():
+        if module is some:
+            continue
+        assert not watched.hooked()
+        hook = getattr(module, kind)(lambda *_: None)
+        assert watched.hooked() and watched.same(list(some))
+        hook.remove()
+    assert not watched.hooked()

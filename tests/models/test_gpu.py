@@ -1,4 +1,5 @@
-"""Streams on a GPU: the plain model's words, the same through the host and back, and no growth beside what is declared."""
+"""On a CUDA device: streams through its memory and back, a target and its draft side by side, and families whose norms,
+gates and rotations are kernels of ours."""
 
 from __future__ import annotations
 
@@ -7,14 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import mmaccel
 from mmaccel.core.decoding import replay
 from mmaccel.media.preprocess import resize
-from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
+from mmaccel.policies.draft import Parallel, _draft_decoder
+from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, logits, pair
+from tests.models.test_check_family import KINDS
+from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
+from tests.spies import heard
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-KV = every_stream()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+KV = every_stream(positions="original")
 TIGHT = every_stream(frames=6, window=8)
 
 
@@ -27,18 +39,11 @@ def on_gpu(name: str, dtype: torch.dtype, kv: Any, **choices: Any) -> tuple[Any,
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 @pytest.mark.parametrize("kv", KV)
 def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
-    fields = {**KV[kv], "positions": "original"} if "positions" in _fields(kv) else KV[kv]
-    model, session = on_gpu(name, torch.float32, fields)
-    inputs = pair(name)[1].chat(
-        [{"type": "video", "video": film(13)}, {"type": "text", "text": QUESTION}], fps=FPS, device="cuda"
-    )
+    model, session = on_gpu(name, torch.float32, KV[kv])
+    inputs = inputs_of(name, 13, device="cuda")
     with session, torch.no_grad():
         session.watch(film(13), fps=FPS)
         assert (logits(session) - model(**inputs).logits[0, -1]).abs().max() <= 1e-3
-
-
-def _fields(kv: str) -> Any:
-    return mmaccel.core.registry.registry("kv")[kv].__dataclass_fields__
 
 
 def of_own_size(frames: torch.Tensor) -> torch.Tensor:
@@ -159,13 +164,7 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
     # In float64, for a choice between nearly equal scores turns on rounding.
     _, plain = on_gpu(name, torch.float64, kv)
     _, replayed = on_gpu(name, torch.float64, kv)
-    made, capture = [], replay.captured
-
-    def noted(*given: Any) -> Any:
-        made.append(1)
-        return capture(*given)
-
-    monkeypatch.setattr(replay, "captured", noted)
+    made = heard(monkeypatch, replay, "captured", lambda *_: 1)
     with plain, replayed:
         for part in film(25).repeat(8, 1, 1, 1).split(20):
             found = []
@@ -176,3 +175,62 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
                 found.append(torch.stack([logits(session) for _ in range(3)]))
             assert (found[0] - found[1]).abs().max() <= 1e-5
     assert made
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    model = BUILD[request.param](layers=3).cuda()
+    return request.param, model
+
+
+def question(name: str, kind: str) -> dict[str, torch.Tensor]:
+    return {key: value.cuda() for key, value in prompt(name, PROMPTS[kind]).items()}
+
+
+@pytest.mark.parametrize("prune", [None, {"name": "uv", "retention": 0.3}, {"name": "attention"}])
+@pytest.mark.parametrize("window", [3, None])
+@pytest.mark.parametrize("kind", ["video", "long"])
+def test_two_streams_say_what_the_target_says(
+    family: tuple[str, Any], prune: Any, window: int | None, kind: str
+) -> None:
+    """fp32; captured steps of both models, again and again, so that what one overwrote too early would be seen."""
+    name, model = family
+    inputs = question(name, kind)
+    want = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+    draft = Parallel(
+        model=BUILD[name](seed=1, layers=2).cuda(), window=window, prune=prune, process=False, most=4
+    )
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        for _ in range(3):
+            assert torch.equal(fast.generate(**inputs, max_new_tokens=48, do_sample=False), want)
+            told = fast.report().draft
+            assert told["failed"] is None and told["counters"]["drafted"] > 0
+
+
+def test_the_draft_works_on_a_stream_of_its_own(
+    family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A twin is right wherever it is asked, and neither reads nor writes on the stream that the target verifies on."""
+    name, model = family
+    inputs = question(name, "video")
+    seen = [
+        heard(monkeypatch, _draft_decoder.DraftDecoder, name, lambda *_, **__: torch.cuda.current_stream())
+        for name in ("read", "write")
+    ]
+    draft = Parallel(model=copy.deepcopy(model), window=4, process=False)
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        fast.generate(**inputs, max_new_tokens=32, do_sample=False)
+        told = fast.report().draft
+    assert told["failed"] is None and told["accepted"] == told["proposed"] > 0
+    assert all(seen) and len(streams := {one for part in seen for one in part}) == 1
+    assert torch.cuda.current_stream() not in streams
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_keeps_its_promises_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In true float32: products in TF32 would be off by more than is allowed."""
+    if kind == "perception_lm" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("its tower needs a newer timm under earlier transformers")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    mmaccel.check_family(sampler(kind).kind, device="cuda")

@@ -11,7 +11,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import decode_gpu
+import held
+import pair
 import pytest
+import replayed
 import torch
 from transformers import DynamicCache
 
@@ -25,12 +29,6 @@ from tests import SOURCES
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
-
-import decode_gpu  # noqa: E402
-import held  # noqa: E402
-import pair  # noqa: E402
-import replayed  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

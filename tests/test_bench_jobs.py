@@ -12,19 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jobs
+import memories
 import pytest
+import timing
 import torch
 
 from tests import SOURCES
 from tests.benches import begin
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
-
-import jobs  # noqa: E402
-import memories  # noqa: E402
-import timing  # noqa: E402
-
 OPTIONS = argparse.Namespace(device="cpu", more="more")
 
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import statistics
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from types import ModuleType
 
 import pytest
+import test_ratios as bench
 
 BENCH = Path(__file__).parent.parent / "bench"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCH))
-        yield importlib.import_module("test_ratios")
-    for name in ("test_ratios", "committed"):
-        sys.modules.pop(name)
 
 
 class Noisy:
@@ -57,7 +45,7 @@ class Noisy:
         return self.ratio * self.time(0) / twin
 
 
-def test_every_case_has_a_committed_ratio_and_a_reason(bench):
+def test_every_case_has_a_committed_ratio_and_a_reason():
     committed = json.loads((BENCH / "ratios.json").read_text())
     assert set(committed) == set(bench.CASES)
     for case in committed.values():
@@ -65,7 +53,7 @@ def test_every_case_has_a_committed_ratio_and_a_reason(bench):
         assert case["ratios"] and all(ratio > 0 for ratio in case["ratios"].values())
 
 
-def test_a_processor_has_its_own_ratio_or_the_largest_of_the_others(bench, monkeypatch, tmp_path):
+def test_a_processor_has_its_own_ratio_or_the_largest_of_the_others(monkeypatch, tmp_path):
     path, here = tmp_path / "ratios.json", ["one"]
     monkeypatch.setattr("committed.processor", lambda: here[0])
 
@@ -85,7 +73,7 @@ def test_a_processor_has_its_own_ratio_or_the_largest_of_the_others(bench, monke
 
 
 @pytest.mark.parametrize("each", [0.01, 0.1])
-def test_noise_changes_no_verdict_and_moves_no_median(bench, each):
+def test_noise_changes_no_verdict_and_moves_no_median(each):
     """1.1 and 1.4 are the same and the slow code on a processor of another kind."""
     for ratio in (1.0, 1.1, 1.4, 1.5):
         found = []
@@ -96,7 +84,7 @@ def test_noise_changes_no_verdict_and_moves_no_median(bench, each):
         assert statistics.median(found) == pytest.approx(ratio, rel=0.01)
 
 
-def test_turns_end_early_only_below_the_limit(bench):
+def test_turns_end_early_only_below_the_limit():
     for ratio, limit, seconds in ((1.0, 1.25, bench.LEAST), (1.5, 1.25, bench.MOST), (1.0, 0.0, bench.MOST)):
         noisy = Noisy(0, ratio, 0.01)
         bench.median_ratio(noisy.turn, limit, noisy.clock)

@@ -8,21 +8,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import drawing
+import pair
 import pytest
+import replayed
+import stock
+import timing
 import torch
 
 import mmaccel
 from tests.models.tiny_random import BUILD
 
 ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "bench"), str(ROOT / "tests" / "stock")]
+sys.path.append(str(ROOT / "tests" / "stock"))
 
-import drawing  # noqa: E402
-import pair  # noqa: E402
-import replayed  # noqa: E402
-import stock  # noqa: E402
 import stock_plugin  # noqa: E402
-import timing  # noqa: E402
 
 
 def test_the_median_of_runs_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

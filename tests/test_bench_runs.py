@@ -29,7 +29,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A script of bench/ by name, told these words."""
 
     def named(name: str, *words: str) -> Any:
-        monkeypatch.syspath_prepend(str(ROOT / "bench"))
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
         return importlib.import_module(name)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import pictures
 import pytest
+from drawing import rows
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"
@@ -17,20 +16,7 @@ SPEED = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def pictures() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCH))
-        import pictures
-
-        yield pictures
-    for name in ("pictures", "maps", "drawing"):
-        sys.modules.pop(name, None)
-
-
-def test_pictures_are_those_of_their_rows(
-    pictures: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_pictures_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pictures.stale() == [], "run make pictures"
     names = {path.stem for path in pictures.OUT.iterdir()}
     assert names == set(pictures.PICTURES), "a picture that nothing draws"
@@ -42,13 +28,13 @@ def test_pictures_are_those_of_their_rows(
         pictures.main(["--check"])
 
 
-def test_a_page_shows_every_picture(pictures: ModuleType) -> None:
+def test_a_page_shows_every_picture() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     shown = set(re.findall(r"pictures/(\w+)\.svg", "".join(page.read_text("utf-8") for page in pages)))
     assert shown == set(pictures.PICTURES)
 
 
-def test_every_picture_is_drawn_for_light_and_dark_pages(pictures: ModuleType, tmp_path: Path) -> None:
+def test_every_picture_is_drawn_for_light_and_dark_pages(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pictures.main(["--out", str(tmp_path)])
     for name, (facts, _) in pictures.PICTURES.items():
@@ -57,16 +43,6 @@ def test_every_picture_is_drawn_for_light_and_dark_pages(pictures: ModuleType, t
         assert "prefers-color-scheme:dark" in drawn and drawn.count("var(--ink)") > 3
         # Nothing is printed in a colour that a dark page would hide.
         assert not re.search(r"(?:fill|stroke): #(?:000000|ffffff|1f2329)\b", drawn), name
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    sys.path.insert(0, str(BENCH))
-    try:
-        import drawing
-
-        return drawing.rows(name)
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 def one(name: str, **wanted: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ LIMIT = 1 << 16
 
 
 @dataclass(frozen=True)
-class Reading:
+class WatchSource:
     """What `watch` reads: the absolute path of the video, its size in bytes (None: it still grows), --fps and --gaps."""
 
     video: str
@@ -48,7 +48,7 @@ class Point:
     whole    whether the video was read to its end
     """
 
-    reading: Reading
+    reading: WatchSource
     until: float
     shift: float
     whole: bool
@@ -62,7 +62,7 @@ def journal_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
-def point_of(folder: Path, reading: Reading) -> Point | None:
+def point_of(folder: Path, reading: WatchSource) -> Point | None:
     """Where to continue the last reading of the session in `folder`; None: it was of another video.
 
     `whole` of the point says that nothing can be left: the video was read to its end, and no longer grew.
@@ -89,7 +89,7 @@ def _of_session(folder: Path) -> Point | None:
     path = journal_of(folder)
     try:
         lines = map(json.loads, outside.read_text(path, path.name, MmaccelError, most=LIMIT).splitlines())
-        points = [Point(**one | {"reading": Reading(**one["reading"])}) for one in lines]
+        points = [Point(**one | {"reading": WatchSource(**one["reading"])}) for one in lines]
         facts = (folder / FACTS).read_bytes()
         frames = json.loads(facts)["frames"]
     except (MmaccelError, OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -128,7 +128,7 @@ class Keeper:
         self,
         session: VideoSession,
         folder: Path | None,
-        reading: Reading | None,
+        reading: WatchSource | None,
         point: Point | None,
         every: float,
     ) -> None:

@@ -16,7 +16,7 @@ from typer import Argument, Exit, Option
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
 from mmaccel.cli.console import bars, counter, many, out, print_json, remark, say, sentence
-from mmaccel.cli.journal import EVERY_S, Keeper, Reading, point_of
+from mmaccel.cli.journal import EVERY_S, Keeper, WatchSource, point_of
 from mmaccel.cli.program import INTERRUPTED, shielded, stopping
 from mmaccel.cli.questions import INPUT, Asked, Piece, Typed, acted, below, cut, evidence_table, parsed, piped
 from mmaccel.cli.report import Page, check_page, write_page
@@ -131,7 +131,7 @@ def watch(
                 )
             if not comes and os.path.isfile(video):
                 size = None if follow else os.path.getsize(video)
-                reading = Reading(os.path.abspath(video), size, fps, gaps)
+                reading = WatchSource(os.path.abspath(video), size, fps, gaps)
                 point = point_of(load, reading) if load is not None else None
                 stored = not (live or follow) and isinstance(kv := chosen.kv, StreamPolicy) and kv.ingests
             how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format, "gaps": gaps}

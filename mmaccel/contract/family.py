@@ -168,7 +168,7 @@ def _patterns(tried: _Tried) -> Iterator[Row]:
     for name, budget in FULL.items():
         yield f"all by {name}", *tried.off({"sparse": {"name": name, "block": BLOCK, **budget}}, tried.exact)
     attend, layout = tried.model.config._attn_implementation, tried.family.layout(tried.model, tried.inputs)
-    length, whole = layout.length, tried.family.whole(tried.model)
+    length, whole = layout.length, tried.family.bidirectional_image_layers(tried.model)
     behind = _behind(layout.modality[0])
     for name, given in SPARSE.items():
         # A table has the heads of each layer.

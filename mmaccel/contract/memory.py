@@ -204,7 +204,7 @@ def check_stream(policy: StreamPolicy) -> None:
     places = PositionIds(head, unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, 10**6)
     stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places, dtype=torch.float64)
     model: Any = Wheel()
-    state = policy.stream(stream, GEOMETRY, model, CPU)
+    state = policy.open_stream(stream, GEOMETRY, model, CPU)
     if isinstance(state, FrameMemory):
         return state.close()  # no pass goes through it: a session alone can try it
     trial = _Trial(who, state, policy.needs)

@@ -242,7 +242,7 @@ def check_cuts(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
             )
         left = thin(left, columns)
     at = pruner.candidates(left)
-    if pruner.glance is not None and at.numel():
+    if pruner.scoring_layer is not None and at.numel():
         shown = pruner.recall(torch.rand(at.numel()).softmax(0), at, None)
         promise(
             shown is None or (bool(torch.isin(shown, at).all()) and bool((shown[1:] > shown[:-1]).all())),

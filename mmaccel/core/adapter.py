@@ -264,7 +264,7 @@ class ModelAdapter(ABC):
         """The layers that see the last columns alone, and how many, their own included."""
         return {}
 
-    def whole(self, model: nn.Module) -> frozenset[int]:
+    def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
         """The layers in which the tokens of an image see each other, also those behind them."""
         return frozenset()
 
@@ -272,7 +272,7 @@ class ModelAdapter(ABC):
         """A memory of all layers, a `KVState`; `state` opens the recipe's for so many layers."""
         return state(view.geometry.layers)
 
-    def branches(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
+    def tree_mask(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
         """The plain model's mask argument for rows of a tree at `positions` [1, n], from additive `mask` [1, 1, n, N]."""
         return mask
 
@@ -288,7 +288,7 @@ class ModelAdapter(ABC):
         """Tokens of the prompt in whose places visual features are put."""
         return ()
 
-    def text_peer(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+    def text_only(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         """A causal language model without vision, loaded as `load` does where `model` names one, and its adapter: positions,
         sizes and a runner of text. None where `model` is anything else; raises `ModelError` where it cannot roll back."""
         return None
@@ -375,10 +375,10 @@ class ModelView:
         model = unwrapped(model)
         return ModelView(model, self.resolve(model), self.resolve)
 
-    def text_peer(self, model: str | nn.Module) -> ModelView | None:
+    def text_only(self, model: str | nn.Module) -> ModelView | None:
         """As `peer`, of a causal language model without vision; None where `model` is anything else."""
         given = self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model)
-        found = self.adapter.text_peer(given, self.model)
+        found = self.adapter.text_only(given, self.model)
         if found is None:
             return None
         if isinstance(model, str):

@@ -94,7 +94,7 @@ class StreamModel(ABC):
         """The question `text`, asked after the video; of a model that reads one prompt the prompt's own, whatever `text`."""
 
     @abstractmethod
-    def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
+    def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         """The positions of a stream of frames of `size`, `fps` of them a second (None: not known)."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class StreamModel(ABC):
         """`run` of answers on several streams as one (of each pass, rows, `hidden`), and what failed, by number."""
         raise ModelError("run_each: answers of this model share no step; run them one by one.")
 
-    def running(self) -> RunningStates | None:
+    def new_running_states(self) -> RunningStates | None:
         """Recurrent states of a new stream, if layers have them; `run` gets them as `running`."""
         return None
 

@@ -161,7 +161,7 @@ class _Estimate:
         if self.work.live:
             return window + UNITS
         free = self.work.memory - self.sizes.weights * self.size
-        fit = max(1, int(free / 2) // (self.sizes.column * self.sizes.tokens))
+        fit = max(1, int(free / 2) // (self.sizes.kv_bytes_per_token * self.sizes.tokens))
         given = self.kv.ingest_frames
         most = fit if given is None else min(fit, -(-given // self.sizes.pace))
         return min(most, self.sizes.limit // self.sizes.tokens)
@@ -244,20 +244,22 @@ class _Estimate:
         if not self.session:
             return TOKEN_S  # the prompt's pass holds it
         work = max(self._weights_s(), 2 * s.layer_weights * n / device.product(s.hidden))
-        work += self._shown * s.column / device.copy + s.layers * device.attend.dense(
+        work += self._shown * s.kv_bytes_per_token / device.copy + s.layers * device.attend.dense(
             n * self._shown * s.heads
         )
         starts = s.layers * EAGER * device.layer * (SEARCHED if self.archived else ASKED)
         if not self.archived:
             return self._beside(work, starts) + TOKEN_S
-        wire: float = min(self.kv.frames // s.pace, self.units) * s.tokens * s.column / device.wire
+        wire: float = (
+            min(self.kv.frames // s.pace, self.units) * s.tokens * s.kv_bytes_per_token / device.wire
+        )
         if not device.cuda:
             return work + starts + wire
         return work + s.layers * RETRIEVE_S + (1 - HIDDEN) * wire
 
     def _token(self) -> float:
         s, device = self.sizes, self.device
-        work = self._weights_s() + self._shown * s.column / device.copy
+        work = self._weights_s() + self._shown * s.kv_bytes_per_token / device.copy
         starts = s.layers * EAGER * device.layer
         if not device.cuda:
             return work + starts
@@ -279,7 +281,7 @@ class _Estimate:
             window = min(units, -(-self.kv.window // s.pace)) * s.tokens
             # Keys as they were and turned, and values; what a question is shown stays where it was.
             held = window * 3 // 2 + self._shown + min(units, self.kv.cache // s.pace) * s.tokens
-            host = max(0, whole - window) * s.column
+            host = max(0, whole - window) * s.kv_bytes_per_token
             host = -(-host // SLAB) * SLAB
             host = min(host, self.work.host) if self.kv.spill == "drop_oldest" else host
         before = 0
@@ -288,12 +290,14 @@ class _Estimate:
             # A windowed memory moves what is new when the pass has ended.
             new = n if self.archived else 0
             tower, layer = self._tower_bytes(n), self._layer_bytes(n, seen)
-            most = max(most, before * s.column + tower, (after + new) * s.column + layer)
+            most = max(
+                most, before * s.kv_bytes_per_token + tower, (after + new) * s.kv_bytes_per_token + layer
+            )
             before = after
             if self.archived and not self.work.live:
                 last = after + window * 3 // 2
-        fixed, kept = s.weights * self.size, held * s.column
-        return fixed + kept, max(0.0, most - kept), max(0.0, last * s.column - kept), host
+        fixed, kept = s.weights * self.size, held * s.kv_bytes_per_token
+        return fixed + kept, max(0.0, most - kept), max(0.0, last * s.kv_bytes_per_token - kept), host
 
     def _tower_bytes(self, n: int) -> float:
         """Patches in the tower, those of a call; pixels; and the features of all."""

@@ -53,7 +53,7 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def column(self) -> int:
+    def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of a token, all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 

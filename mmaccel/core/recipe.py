@@ -183,7 +183,7 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
             f"draft {recipe.draft.name!r} has no numbers for the columns of the target's memory, which prune {prune.name!r} "
             "numbers anew with compact = True; set compact to False."
         )
-    if prune.glance is not None and recipe.draft.active:
+    if prune.scoring_layer is not None and recipe.draft.active:
         raise RecipeError(
             f"prune {prune.name!r} chooses what each decoded token sees by the one before it, so that no window of draft "
             f"{recipe.draft.name!r} can be verified at once; set its forget to 0, or draft to {DEFAULTS['draft']!r}."

@@ -23,7 +23,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def plain(path: str) -> str:
+def local_path(path: str) -> str:
     """The path of an address that names a file of this machine; any other as it is."""
     return "/" + path[7:].lstrip("/") if path[:7].lower() == "file://" else path
 

@@ -55,7 +55,7 @@ class Source(AbstractContextManager["Source"]):
         timeout: float | None = None,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        self._where = where = address.plain(os.fspath(path))
+        self._where = where = address.local_path(os.fspath(path))
         self.name = address.shown_path(where)
         self.live = live
         self.local = file is None and not address.is_url(where) and format is None and address.is_file(where)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mmaccel.core.errors import VideoError, VideoStalled
-from mmaccel.media.address import Pipe, is_file, is_finished, is_pipe, is_url, plain, ready
+from mmaccel.media.address import Pipe, is_file, is_finished, is_pipe, is_url, local_path, ready
 from mmaccel.media.container import Source
 from mmaccel.media.reader import Plan, check_arguments, warn_of_loss, warn_of_shrinking
 from mmaccel.media.sampling import TIE, Log, grid, half_tick, nearest, ticked
@@ -70,7 +70,7 @@ def clips(
     the next clip to wait longer; a URL or device is then opened again. A fault raises `VideoError`, for example when a
     connection breaks or no frame can be read. Damaged parts of a file are left out, and a `VideoWarning` at the end says so.
     """
-    source, counts = plain(os.fspath(source)), {"frames_per_clip": frames_per_clip, "max_side": max_side}
+    source, counts = local_path(os.fspath(source)), {"frames_per_clip": frames_per_clip, "max_side": max_side}
     check_arguments(gaps=gaps, fps=fps, start=start, size=size, timeout=timeout, **counts)
     if follow and (is_url(source) or format is not None):
         raise VideoError(f"follow=True is for a file that grows, and {source} is none: leave it out.")
@@ -167,7 +167,7 @@ class FrameQueue:
         self._items.append(VideoError(message))
 
 
-class Growing(Pipe):
+class GrowingFile(Pipe):
     """A file that is still being written: at its end `read` waits for more.
 
     When nothing came for `timeout` seconds the file is over if nobody has it open for writing. Else, and where the system
@@ -255,7 +255,7 @@ class _Reading:
         regular = is_file(path, may_be_empty=True)
         try:
             return enter(
-                Source(path, file=enter(Growing(path, self.timeout, queue)), live=True, options=options)
+                Source(path, file=enter(GrowingFile(path, self.timeout, queue)), live=True, options=options)
             )
         except VideoError as error:
             if not regular:

@@ -246,33 +246,33 @@ class SequenceSteps:
         family, model = self.family, self.model
         words: Any = model.get_input_embeddings()  # type: ignore[operator]
         home = words.weight.device
-        glance = state.pruner.glance if isinstance(state, PrunedKVState) else None
+        scoring = state.pruner.scoring_layer if isinstance(state, PrunedKVState) else None
         cuts: list[tuple[torch.device, list[int]]] = []
         for device, numbers in loading.runs([key.device for key, _ in buffers], home):
-            after = numbers.index(glance) + 1 if glance in numbers[:-1] else len(numbers)  # type: ignore[arg-type]
+            after = numbers.index(scoring) + 1 if scoring in numbers[:-1] else len(numbers)  # type: ignore[arg-type]
             cuts += [(device, numbers[:after])]
             cuts += [(device, numbers[after:])] if after < len(numbers) else []
         # Of all captures on a device none is at work beside another, and what each gives is copied at once.
         shared = {device: (Replays(device), torch.arange(WINDOW, device=device)[None]) for device, _ in cuts}
-        held = self._holds(state, delta, buffers, glance, home)
+        held = self._holds(state, delta, buffers, scoring, home)
         sizes, parts = family.geometry(model), list[Part]()
         for number, (device, some) in enumerate(cuts):
             ends = ends_of(model, family) if number == len(cuts) - 1 else None
             steps = part_steps(model, family, some, ends is not None)
             own, holds = [buffers[n] for n in some], [held[n] for n in some]
-            looks = own[-1][0].new_zeros(1, sizes.heads, 1, sizes.head_dim) if glance in some[-1:] else None
+            looks = own[-1][0].new_zeros(1, sizes.heads, 1, sizes.head_dim) if scoring in some[-1:] else None
             first = words if number == 0 else None
             parts.append(Part(number, *shared[device], steps, own, holds, first, ends, looks))
         self.parts, self._laid, self._buffers = parts, laid, list(buffers)
         return parts
 
     def _holds(
-        self, state: KVState, delta: int, buffers: Buffers, glance: int | None, home: torch.device
+        self, state: KVState, delta: int, buffers: Buffers, scoring: int | None, home: torch.device
     ) -> list[Held]:
         """How each layer holds the sequence: one for all layers that hold it alike on one device."""
         family, known, layers = self.family, dict[Any, Held](), list[Held]()
         for layer, (like, _) in enumerate(buffers):
-            lacks, after = state.lacks(layer), glance is not None and layer > glance
+            lacks, after = state.lacks(layer), scoring is not None and layer > scoring
             anew = isinstance(state, PrunedKVState) and state.renumbers(layer)
             name = like.device, like.shape[2], lacks, anew, after
             if name not in known:

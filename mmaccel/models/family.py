@@ -115,7 +115,7 @@ class Family(ModelFamily):
             unwrapped(model), self, processor
         )
 
-    def text_peer(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+    def text_only(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         from mmaccel.models.loading import load_reader
 
         found = load_reader(model, like) if isinstance(model, str) else model
@@ -220,14 +220,14 @@ class Family(ModelFamily):
         """The images and the videos of a prompt, each in order of appearance over the batch."""
         raise self._lacks("how its visual tokens are laid out")
 
-    def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+    def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         """For each of `inputs` that tells of images (IMAGE) or of videos (VIDEO): how much of its first axis each takes."""
         raise self._lacks("which pixels are whose; give prompts one by one")
 
     def _lacks(self, what: str) -> ModelError:
         return ModelError(f"{self.name}: this family does not say {what}.")
 
-    def shown(self, inputs: Inputs) -> set[int]:
+    def kinds_given(self, inputs: Inputs) -> set[int]:
         """Which of IMAGE and VIDEO a prompt shows. A placeholder of another kind is a word, as one that the model wrote."""
         encoded = inputs.get("mm_encoder_outputs") or {}
         return {
@@ -274,7 +274,7 @@ class Family(ModelFamily):
         if odd:
             raise ModelError(f"inputs: {odd[0]}; build them with the model's own processor.")
         ids: Tensor = inputs["input_ids"]
-        modality, shown = self.kinds(model.config, ids), self.shown(inputs)
+        modality, shown = self.kinds(model.config, ids), self.kinds_given(inputs)
         for kind in PIXELS.keys() - shown:
             modality[modality == kind] = TEXT
         mask = inputs.get("attention_mask")

@@ -110,10 +110,10 @@ class Gemma3(Generic):
 
         return SlidingState(view, self.owners(view.model), self.sliding(view.model), state)
 
-    def whole(self, model: nn.Module) -> frozenset[int]:
+    def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
         return frozenset(range(self.geometry(model).layers))
 
-    def branches(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
+    def tree_mask(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
         columns = torch.arange(mask.shape[-1], device=mask.device)
         far = positions[0, :, None] - columns >= max(self.sliding(model).values(), default=1 << 62)
         return dict(zip(KINDS, (mask, mask.masked_fill(far, torch.finfo(mask.dtype).min)), strict=True))
@@ -132,7 +132,7 @@ class Gemma3(Generic):
 
     def _images(self, model: nn.Module, types: Tensor | None, kwargs: Mapping[str, Any]) -> Any:
         """The runs of tokens of images that `types` [B, S] tells of, of the columns after those in the cache."""
-        layers = self.whole(model)
+        layers = self.bidirectional_image_layers(model)
         if types is None or not layers:
             return None
         from mmaccel.core.prefill.masked import Images
@@ -217,7 +217,7 @@ class Gemma4(Gemma3):
         last = {kind: layer for layer, kind in enumerate(kinds[:first])}
         return [layer if layer < first else last[kind] for layer, kind in enumerate(kinds)]
 
-    def whole(self, model: nn.Module) -> frozenset[int]:
+    def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         sees = config.use_bidirectional_attention == "vision"
         return frozenset(self.sliding(model)) if sees else frozenset()

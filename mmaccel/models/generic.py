@@ -189,7 +189,7 @@ class Generic(Family):
 
         return pixels.reshape(steps, 1, 1, -1), made
 
-    def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+    def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         names = [PIXELS[kind], GRIDS[kind], *_TOLD_OF[kind]]
         grid = inputs.get(GRIDS[kind])
         sizes = {name: [1] * len(inputs[name]) for name in names if inputs.get(name) is not None}
@@ -232,8 +232,8 @@ class Generic(Family):
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
         return 0  # its tower is never run in parts
 
-    def shown(self, inputs: Inputs) -> set[int]:
-        shown = super().shown(inputs)
+    def kinds_given(self, inputs: Inputs) -> set[int]:
+        shown = super().kinds_given(inputs)
         # Where frames are images, either may be.
         return shown | {VIDEO} if IMAGE in shown else shown
 

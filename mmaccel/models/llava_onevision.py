@@ -212,7 +212,7 @@ class LlavaOnevision(Family):
             frames = (tokens - 1) // pooled**2
         videos = [Grid(frames, pooled, pooled, marks=1)] * count
         images: list[Grid] = []
-        for row in inputs["input_ids"].tolist() if IMAGE in self.shown(inputs) else ():
+        for row in inputs["input_ids"].tolist() if IMAGE in self.kinds_given(inputs) else ():
             for token, group in groupby(row):
                 if token == config.image_token_id:
                     marks = len(list(group)) - side * side
@@ -279,7 +279,7 @@ class LlavaOnevision(Family):
                 some[:, each * unit :] = rows[:, length:]
         return whole
 
-    def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+    def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         names = PIXELS[kind], "image_sizes" if kind == IMAGE else "image_sizes_videos"
         found = {name: [1] * len(inputs[name]) for name in names if inputs.get(name) is not None}
         if kind == IMAGE and inputs.get("batch_num_images") is not None:

@@ -245,7 +245,7 @@ class MoveInputs(PromptHook):
         return x
 
 
-def shares(sizes: Sequence[int], ends: int, count: int) -> list[int]:
+def device_of_layers(sizes: Sequence[int], ends: int, count: int) -> list[int]:
     """For each layer, of `sizes` bytes, which of `count` devices it lies on; the first also holds `ends` bytes.
 
     In order, each device with at least one layer, and as even as whole layers allow.
@@ -286,7 +286,7 @@ def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Ca
         )
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     ends = sum(p.nbytes for p in model.parameters()) - sum(sizes)
-    chosen = [places[which] for which in shares(sizes, ends, len(places))]
+    chosen = [places[which] for which in device_of_layers(sizes, ends, len(places))]
     # One layer after the other, so that no device ever holds more than its own.
     for layer, place in zip(layers, chosen, strict=True):
         layer.to(place)

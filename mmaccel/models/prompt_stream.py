@@ -131,14 +131,14 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             parted = self.family.parted(given, layout, slice(self._head, self._tail))
             if parted is not None:
                 return parted  # type: ignore[no-any-return]
-        others = {name: given[name] for name in self.family.shares(given, IMAGE)}
+        others = {name: given[name] for name in self.family.rows_per_item(given, IMAGE)}
         own: dict[str, Any] = {}
         if self._video is None:
             return own, others
         before = layout.segment[0][(layout.modality[0] == VIDEO) & (layout.segment[0] < self._video)]
         number = before.unique().numel()
         rest: dict[str, list[Tensor]] = {}
-        for name, sizes in self.family.shares(given, VIDEO).items():
+        for name, sizes in self.family.rows_per_item(given, VIDEO).items():
             begin, whole = sum(sizes[:number]), torch.as_tensor(given[name])
             own[name] = whole[begin : begin + sizes[number]]
             rest[name] = [whole[:begin], whole[begin + sizes[number] :]]
@@ -187,7 +187,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         around = [(ids[begin : begin + self.words_beside[0]].tolist(), list[int]()) for begin in begins]
         return units.unit_embeds(self.words, features, around)
 
-    def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
+    def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})
         rows = positions[:, 0] if positions.ndim == 3 else positions
         begin, end, count = self._head, self._inside, self._count

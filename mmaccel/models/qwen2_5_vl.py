@@ -152,9 +152,9 @@ class Qwen25VL(Family):
         """The ids of a video of so many units of `tokens`, in a prompt."""
         return [config.vision_start_token_id, *tokens * units, config.vision_end_token_id]
 
-    def shown(self, inputs: Inputs) -> set[int]:
+    def kinds_given(self, inputs: Inputs) -> set[int]:
         # Features that come encoded and without their grid have no frames that anyone knows of.
-        return {kind for kind in super().shown(inputs) if inputs.get(_GRIDS[kind]) is not None}
+        return {kind for kind in super().kinds_given(inputs) if inputs.get(_GRIDS[kind]) is not None}
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
         patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
@@ -171,7 +171,7 @@ class Qwen25VL(Family):
 
         return read(IMAGE), read(VIDEO)
 
-    def shares(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+    def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         grid = inputs.get(_GRIDS[kind])
         if grid is None:
             return {}

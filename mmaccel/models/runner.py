@@ -82,7 +82,7 @@ class HFRunner(Runner):
             return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
         if probes:
             inputs[NOTE] = Note(probes=tuple(probes))
-        with in_parts(self.family, self.model) if self.family.shown(inputs) else nullcontext():
+        with in_parts(self.family, self.model) if self.family.kinds_given(inputs) else nullcontext():
             return self._read(positions, **inputs)
 
     def _prompt(self, inputs: Inputs, start: int) -> tuple[dict[str, Any], Tensor]:
@@ -165,7 +165,7 @@ class HFRunner(Runner):
             sees, dtype = branches.sees.to(ids.device), next(self.model.parameters()).dtype
             mask = torch.zeros(count, held + count, dtype=dtype, device=ids.device)
             mask[:, held + count - sees.shape[1] :].masked_fill_(~sees, torch.finfo(dtype).min)
-            more["attention_mask"] = self.family.branches(self.model, mask[None, None], positions)
+            more["attention_mask"] = self.family.tree_mask(self.model, mask[None, None], positions)
         out = self.model(
             input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True, **more
         )

@@ -115,7 +115,7 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
     from transformers import AutoModelForImageTextToText
 
     from mmaccel.core.attach import adapter_for
-    from mmaccel.models.loading import hand_over, shares
+    from mmaccel.models.loading import device_of_layers, hand_over
 
     with torch.device(devices[0]):
         model: Any = AutoModelForImageTextToText.from_config(shallow, dtype=dtype)
@@ -128,7 +128,7 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
     text.config.layer_types = model.config.text_config.layer_types = conf.text_config.layer_types
     size = sum(p.nbytes for p in first.parameters())
     ends = sum(p.nbytes for p in model.parameters()) - size
-    chosen = [devices[which] for which in shares([size] * depth, ends, len(devices))]
+    chosen = [devices[which] for which in device_of_layers([size] * depth, ends, len(devices))]
     for number, device in enumerate(chosen[1:], 1):
         with torch.device(device):
             layer = type(first)(text.config, number)

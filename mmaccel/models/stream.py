@@ -94,7 +94,7 @@ class StreamPasses:
         states = self.family.states(self.model)
         return [layer for number, layer in enumerate(self.family.layers(self.model)) if number not in states]
 
-    def running(self) -> Any:
+    def new_running_states(self) -> Any:
         states = self.family.states(self.model)
         return recurrent.StreamStates(self, states) if states else None
 
@@ -345,7 +345,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     def decode(self, ids: Tensor) -> str:
         return str(self.processor.decode(ids.tolist()))
 
-    def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
+    def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         inputs, head, unit, text = self._positions(size, fps, 1)
         second, (_, _, three, third) = self._positions(size, fps, 2)[3], self._positions(size, fps, 3)
         slope = second - text

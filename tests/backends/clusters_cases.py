@@ -85,8 +85,10 @@ def test_the_order_of_clusters(rows: int, count: int) -> None:
     parent[size == 0] = visual
     without = few((rows, visual), 3) > 0
     for told in ((parent, without), (None, None)):
-        wanted = plain.ordered.plain(score, size, *told)
-        found = stream.ordered(there(score), there(size), *(None if x is None else there(x) for x in told))
+        wanted = plain.scores_and_preceding.plain(score, size, *told)
+        found = stream.scores_and_preceding(
+            there(score), there(size), *(None if x is None else there(x) for x in told)
+        )
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one.cpu(), other)
 

@@ -282,7 +282,7 @@ def clustered() -> None:
     stream.scored(key, query, False)
     stream.scored_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
     stream.outside(score, size[0], 256, 2)
-    stream.ordered(score, size, size, score > 0)
+    stream.scores_and_preceding(score, size, size, score > 0)
     stream.selected(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))
     out = blank(2, 4, 512, 128)
     stream.stand_ins(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)

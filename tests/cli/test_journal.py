@@ -13,7 +13,7 @@ import pytest
 
 from mmaccel import media
 from mmaccel.cli import main
-from mmaccel.cli.journal import Reading, journal_of, point_of
+from mmaccel.cli.journal import WatchSource, journal_of, point_of
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.media import Video
@@ -285,7 +285,7 @@ DAMAGED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", [*DAMAGED, "pipe", "bytes of no text", "none"])
 def test_a_damaged_journal_is_as_if_there_were_none(tmp_path: Path, name: str) -> None:
-    folder, reading = tmp_path / "s", Reading(**READ)
+    folder, reading = tmp_path / "s", WatchSource(**READ)
     folder.mkdir()
     (folder / "session.json").write_text('{"frames": 3}')
     place = journal_of(folder)

@@ -19,7 +19,7 @@ class LiveOnly(StreamPolicy):
 
     name = "live_only"
 
-    def stream(self, *given: Any) -> StreamState:
+    def open_stream(self, *given: Any) -> StreamState:
         raise AssertionError("nothing is opened")
 
 

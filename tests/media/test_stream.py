@@ -17,7 +17,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoStalled
-from mmaccel.media.stream import Growing
+from mmaccel.media.stream import GrowingFile
 from tests.media.films import Film, numbers
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
@@ -152,14 +152,14 @@ def test_a_pipe_is_over_when_its_writer_closes_it(
 ) -> None:
     data, path = film("whole.ts").read_bytes(), tmp_path / "pipe.ts"
     os.mkfifo(path)
-    inner, taken = Growing._data, [True]
+    inner, taken = GrowingFile._data, [True]
 
-    def another_first(self: Growing, size: int) -> bytes:
+    def another_first(self: GrowingFile, size: int) -> bytes:
         if taken and taken.pop():
             raise BlockingIOError
         return inner(self, size)
 
-    monkeypatch.setattr(Growing, "_data", another_first)
+    monkeypatch.setattr(GrowingFile, "_data", another_first)
     writer = threading.Thread(target=path.write_bytes, args=(data,))
     writer.start()
     parts = list(media.clips(path, fps=5, frames_per_clip=8, follow=follow, timeout=0.3))
@@ -171,15 +171,15 @@ def test_a_file_that_cannot_be_read_on_is_a_fault(
     film: Film, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, reads = film("film.ts"), [0]
-    inner = Growing.read
+    inner = GrowingFile.read
 
-    def read(self: Growing, size: int = -1) -> bytes:
+    def read(self: GrowingFile, size: int = -1) -> bytes:
         reads[0] += 1
         if reads[0] > 2:
             raise OSError(errno.EIO, "Input/output error")
         return inner(self, size)
 
-    monkeypatch.setattr(Growing, "read", read)
+    monkeypatch.setattr(GrowingFile, "read", read)
     parts, stream = [], media.clips(path, fps=5, frames_per_clip=4, follow=True, timeout=0.3)
     with pytest.raises(VideoError, match=r"film\.ts broke off: input/output error\.") as caught:
         parts.extend(stream)  # type: ignore[arg-type]

@@ -258,7 +258,7 @@ def test_with_room_for_all_frames_it_reads_as_the_plain_model() -> None:
 def test_frames_that_are_held_stand_for_those_after_them() -> None:
     policy: Any = mmaccel.core.registry.policy("kv", {"name": "no_cache", "frames": 2, "kept": 4})
     stream: Any = SimpleNamespace(pace=1)
-    state: Any = policy.stream(stream, None, None, "cpu")
+    state: Any = policy.open_stream(stream, None, None, "cpu")
     state.keep(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(-1, 3, 2, 2))
     assert list(state._held) == [0, 4, 8]
     for paid, numbers in (

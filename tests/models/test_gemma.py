@@ -301,7 +301,7 @@ def test_small_models_see_images_causally() -> None:
         plain = model(**inputs).logits
         with mmaccel.accelerate(model):
             assert (model(**inputs).logits - plain).abs().max() < 1e-5
-    assert not adapter_for(model).whole(model)
+    assert not adapter_for(model).bidirectional_image_layers(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -126,7 +126,7 @@ def test_trees_are_the_model_s_own(family: str, model: Any, name: str) -> None:
         [name for name in PRUNERS if "anew" not in name],
         (False, True),
         BUILD,
-        where=lambda name, drafted, _: not (drafted and PRUNERS[name].glance is not None),
+        where=lambda name, drafted, _: not (drafted and PRUNERS[name].scoring_layer is not None),
     ),
     indirect=["family"],
 )
@@ -144,7 +144,7 @@ def test_a_recipe_decodes_through_it(
         got, after = fast.generate(**inputs, **choice), fast.report()
         assert torch.equal(got.sequences, want.sequences)
         # Where a token chooses what later layers see, they are a step of their own.
-        assert len(seen) == (22 if PRUNERS[name].glance is not None else 11) if not drafted else seen
+        assert len(seen) == (22 if PRUNERS[name].scoring_layer is not None else 11) if not drafted else seen
         held = [{**report.kv, "bytes": 0} for report in (before, after)]
         assert held[0] == held[1] and after.kv["held_mean"] < after.kv["seen"]
         assert got.past_key_values.sequence.layout.length == got.past_key_values.get_seq_length()
@@ -164,5 +164,5 @@ def test_a_captured_step_is_the_written_one(family: str, name: str) -> None:
         for ids in ([7], [9], [4], [1, 2, 3], [4, 2, 3], [1, 9], [5], [6], [8]):
             rows = torch.tensor([ids], device="cuda")
             torch.testing.assert_close(static.step(rows), plain.step(rows), atol=1e-3, rtol=0)
-    parts = 2 if PRUNERS[name].glance is not None else 1
+    parts = 2 if PRUNERS[name].scoring_layer is not None else 1
     assert [len(of) for of in graphs_of(static)] == [parts, parts]

@@ -22,7 +22,7 @@ class Both(FastV):
     """Drops between layers, and of what is left a decoded token sees a part; every other one chooses anew."""
 
     @property
-    def glance(self) -> int:
+    def scoring_layer(self) -> int:
         return 1
 
     def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
@@ -37,7 +37,7 @@ LOOKS: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
 @pytest.mark.parametrize("kv", ("full", "rekv", "mosaic"))
 def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its attention in the layer of the glance, or in each layer that shows units of its own."""
+    """By its attention in the scoring layer, or in each layer that shows units of its own."""
     views: list[tuple[int, KVView, KVView, int]] = []
 
     def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:

@@ -34,7 +34,7 @@ class _Streams(WindowedPolicy):
     name: ClassVar[str] = "faulty"
     state: ClassVar[type] = StreamMemory
 
-    def stream(self, stream: Any, geometry: Any, model: Any, device: Any) -> Any:
+    def open_stream(self, stream: Any, geometry: Any, model: Any, device: Any) -> Any:
         return self.state(stream, geometry, model, device, window=8, local=4)
 
 
@@ -57,8 +57,8 @@ class Forgets(_Streams):
 
     state: ClassVar[type] = _Forgets
 
-    def stream(self, *given: Any) -> Any:
-        state = super().stream(*given)
+    def open_stream(self, *given: Any) -> Any:
+        state = super().open_stream(*given)
         state.units = lambda: 0 if state._count == 0 else state._count - 1
         return state
 

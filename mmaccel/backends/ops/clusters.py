@@ -114,7 +114,7 @@ def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
 
 
 @operator("stream", serves=_few)
-def ordered(
+def scores_and_preceding(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """score [R, C], -inf where a cluster's parent [R, C], V for none, is in `without` [R, V], or, if there are no parents,
@@ -134,7 +134,7 @@ def selected(
 
     Retrieved are `budget` entries, of which clusters must hold as many: whole clusters, best first, and of the one that does
     not fit those whose own keys score highest. They ascend; those of `late` follow. Fetched early are entries by cluster,
-    best first, ascending within one, -1 past the last. before [R, C]: see `ordered`."""
+    best first, ascending within one, -1 past the last. before [R, C]: see `scores_and_preceding`."""
     width = budget + lists.largest - 1
     found = lined_up(before, lists, max(width, ahead))
     # What comes after the last entry is none, and is looked up as the first one.

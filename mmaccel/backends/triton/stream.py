@@ -123,7 +123,7 @@ def _visual(SCORE, SIZE, at, V):
 
 
 @triton.jit(do_not_specialize=["C", "V"])
-def ordered_kernel(
+def scores_and_preceding_kernel(
     SCORE, SIZE, PARENT, WITHOUT, OUT, BEFORE, C, V,
     STAGED: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
@@ -417,14 +417,14 @@ def outside(score, size, limit, fewest):
     return out
 
 
-def ordered(score, size, parent, without):
-    """Scores [R, C], -inf for clusters not searched, and how many entries come before each (`ops.clusters.ordered`)."""
+def scores_and_preceding(score, size, parent, without):
+    """Scores [R, C], -inf for clusters not searched, and how many entries come before each cluster; see `ops.clusters`."""
     R, C = score.shape
     out, before = torch.empty_like(score), torch.empty(R, C, dtype=torch.long, device=score.device)
     staged = parent is not None and without is not None
     size, parent = size.contiguous(), parent.contiguous() if staged else size
     without = without if staged else size
-    ordered_kernel[(triton.cdiv(C, CLUSTERS), R)](
+    scores_and_preceding_kernel[(triton.cdiv(C, CLUSTERS), R)](
         score, size, parent, without, out, before, C, without.shape[1],
         STAGED=staged, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
     )  # fmt: skip

@@ -303,7 +303,7 @@ class StreamState(KVState):
         """How many of `count` units from number `first` on may go in one pass, at least 1."""
         return count
 
-    def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
+    def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
         """After how many units the question `stream_pass` gets its positions, asked before it runs, and whether these are
         the units' own: then all units; fewer where the shown units are closed up (an upper bound if not known yet)."""
         return self.units(), True
@@ -394,7 +394,7 @@ class StreamPolicy(KVPolicy):
         return self
 
     @abstractmethod
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         """A fresh memory for one stream; raises `RecipeError` for fields that do not fit it."""

@@ -65,7 +65,7 @@ def split_stream(
             layers = range(begin, end)
             own = LayerRange(view.model, view.adapter, view.resolve, layers=layers, at=devices[begin])
             share = policy.for_layers(len(layers) / len(devices))
-            parts.append((layers, own.at, share.stream(stream, own.geometry, own, own.at)))
+            parts.append((layers, own.at, share.open_stream(stream, own.geometry, own, own.at)))
             if isinstance(parts[0][2], FrameMemory):
                 raise ModelError(
                     f"kv {policy.name!r} runs whole frames at a question and the model's layers lie on several devices; "
@@ -139,7 +139,7 @@ class SplitState(StreamState):
     append = view = ahead = write_slot = summaries = seen = seen_only = note_listed_rows = relay(_of_layer)
     end_pass = begin_ingest = idle = set_query_fields = between = relay(_each)
     accept = truncate = reset = relay(_each)
-    units = length = shown = waiting = relay(_first)
+    units = length = shown_units = waiting = relay(_first)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         for state, device in zip(self._states, self._devices, strict=True):

@@ -56,7 +56,7 @@ class PrunedKVState(KVState):
             self.kept[part:] = [held] * (len(self.kept) - part)
         at = self.pruner.candidates(layout)
         self._visual.append(at.numel())
-        if self.pruner.glance is not None:
+        if self.pruner.scoring_layer is not None:
             self._watched = at
 
     def part_of(self, layer: int) -> int:
@@ -96,7 +96,7 @@ class PrunedKVState(KVState):
         view = self._parts[part].view(layer - self.starts[part], query)
         if self._watched is None or query.shape[2] > 1 or self._seen <= self.prompt:
             return view
-        if layer == self.pruner.glance:
+        if layer == self.pruner.scoring_layer:
             if view.column is None and view.window is None:
                 self.recall(query, view.key)
             else:
@@ -105,7 +105,7 @@ class PrunedKVState(KVState):
                 if view.window is not None:
                     line = line[(column < view.sinks) | (column > column[-1] - view.window)]
                 self.recall(query, view.key.index_select(2, line), column[line])
-        elif self._shown is not None and layer > (self.pruner.glance or 0):
+        elif self._shown is not None and layer > (self.pruner.scoring_layer or 0):
             prompt, end = self.size(part, self.prompt), self.size(part, self._seen)
             columns = torch.cat([self._shown, torch.arange(prompt, end, device=self._shown.device)])
             held = columns
@@ -117,9 +117,11 @@ class PrunedKVState(KVState):
         return view
 
     def recall(self, query: Tensor, key: Tensor, column: Tensor | None = None) -> Tensor | None:
-        """[n] ascending: the columns of the prompt that a decoded token sees after the layer `glance`, where it looks with
-        `query` [1, H, 1, D] at `key` [1, G, N, D], its own among them; None: all. `column` [N], ascending: those
-        that it sees of a memory that lets columns go (None: all); the choice is among these, and the share of these."""
+        """[n] ascending: the columns of the prompt that a decoded token sees after `scoring_layer`; None: all.
+
+        query [1, H, 1, D] and key [1, G, N, D], the token's own among them, are those of that layer. column [N], ascending:
+        what the token sees of a memory that lets columns go (None: all); the choice, and its share, are of these.
+        """
         if self._watched is None:
             return None
         groups = key.shape[1]

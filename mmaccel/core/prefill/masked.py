@@ -47,7 +47,7 @@ class Images:
             end = later
         return end
 
-    def alone(self, sequence: int, begin: int, end: int) -> Images:
+    def of_sequence(self, sequence: int, begin: int, end: int) -> Images:
         """The columns ``begin .. end`` of one sequence of a batch, counted from `begin` on."""
         inside = (one for one in self.spans if one[0] == sequence and begin <= one[1] and one[2] <= end)
         own = ((0, b - begin, past - begin) for _, b, past in inside)

@@ -167,15 +167,15 @@ class TokenPruner(Policy, ABC, kind="prune"):
         )
 
     @property
-    def glance(self) -> int | None:
+    def scoring_layer(self) -> int | None:
         """The layer by whose attention a decoded token's view of the video is chosen, for all layers after it; or None."""
         return None
 
     def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         """The cached columns of candidates that a decoded token sees: [n] long, ascending, out of `columns` [m].
 
-        attention [m]: the token's attention to them at `glance`, a mean over heads. before [m]: the same at the step before,
-        or None at the first. None: those chosen last stay.
+        attention [m]: the token's attention to them at `scoring_layer`, a mean over heads. before [m]: the same at the step
+        before, or None at the first. None: those chosen last stay.
         """
         return None
 

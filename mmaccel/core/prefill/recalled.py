@@ -133,7 +133,7 @@ class RecallPruning(AroundMemory):
     complete among them. Where all layers show the same columns, a stage drops by the attention of the layers that it names,
     and what it drops is gone from all later ones. Where layers recall units of their own (`StreamState.recalls_alike`) the
     columns of one say nothing of another's: from the layer of a stage on, each drops to the stage's share by its own
-    attention. So too for what a decoded token sees (`TokenPruner.glance`). What is dropped stays in the memory.
+    attention. So too for what a decoded token sees (`TokenPruner.scoring_layer`). What is dropped stays in the memory.
 
     counts  tokens of units that were shown, as "visual", and from the layer of each stage on; the most of any layer
     """
@@ -145,8 +145,8 @@ class RecallPruning(AroundMemory):
         super().__init__(state)
         self.pruner, self._stream, self._before = pruner, stream, before
         self._stages = {s.layer: s for s in (pruner.stages(depth) if pruner.stage == "layer" else ())}
-        glance = depth if pruner.glance is None else pruner.glance
-        self._glance, self._first = glance, min([glance, *(layer - 1 for layer in self._stages)])
+        scoring = depth if pruner.scoring_layer is None else pruner.scoring_layer
+        self._scoring, self._first = scoring, min([scoring, *(layer - 1 for layer in self._stages)])
         self._layouts: dict[tuple[int, int, torch.device], TokenLayout] = {}
         # Of layers that show the same: the columns that cuts have left, and what was paid to them.
         self._left: Tensor | None = None
@@ -170,7 +170,7 @@ class RecallPruning(AroundMemory):
                 self._count("visual", base - first)
                 self._drop(layer, view, query, self._layout(first, base, view.key.device), alike)
                 self._tell(layer, first)
-        elif stream_pass.rows == 1 and layer >= self._glance and base > first:
+        elif stream_pass.rows == 1 and layer >= self._scoring and base > first:
             return self._glancing(layer, view, query, first, base, alike)
         return self._shown(layer, view, base)
 
@@ -236,19 +236,19 @@ class RecallPruning(AroundMemory):
     def _glancing(
         self, layer: int, view: KVView, query: Tensor, first: int, base: int, alike: bool
     ) -> KVView:
-        """What a decoded token sees at a layer from `TokenPruner.glance` on."""
+        """What a decoded token sees at a layer from `TokenPruner.scoring_layer` on."""
         device = view.key.device
         held = self._columns.get(layer)
         at = torch.arange(first, base, device=device) if held is None else held[held >= first]
-        by = self._glance if alike else layer
-        if layer == by and (alike or layer > self._glance):
+        by = self._scoring if alike else layer
+        if layer == by and (alike or layer > self._scoring):
             column = torch.tensor([view.key.shape[2] - 1], device=device)
             scale = view.key.shape[-1] ** -0.5
             looks = paid(query[0], view.key[0], column, scale, view.bias)[0, at]
             before, chosen = self._glanced.get(layer, (None, None))
             new = self.pruner.recall(looks, at, before)
             self._glanced[layer] = looks, chosen if new is None else new
-        chosen = self._glanced[by][1] if layer > self._glance else None
+        chosen = self._glanced[by][1] if layer > self._scoring else None
         if chosen is None:
             return self._shown(layer, view, base)
         chosen = chosen.to(device)

@@ -101,7 +101,7 @@ def asked(
         gives_way.append(taken.parts)
         state, stream, places = taken, own_stream, own_stream.places
         info = replace(info, spans=list(info.spans), times=list(info.times))
-        if live.running is not None and (running := adapter.running()) is not None:
+        if live.running is not None and (running := adapter.new_running_states()) is not None:
             running.back(live.running.mark())
 
     def check() -> None:
@@ -122,7 +122,7 @@ def asked(
         raise ModelError(
             f"question: kv {live.kv.name!r} has no snapshot, which images need here; ask in words."
         )
-    units, own = state.shown(stream_pass)
+    units, own = state.shown_units(stream_pass)
     last, positions = places.ends(units, pending, rows, own)
     if not places.admits(units, pending, rows, own):
         raise ModelError(
@@ -137,7 +137,7 @@ def asked(
     if inside is not None:
         state.between(*inside)
     if isinstance(state, FrameMemory):
-        running = adapter.running()
+        running = adapter.new_running_states()
         state, evidence = _picked(live, state, info, check, meter, running)
         shows = list(evidence())
         if inside is not None and not shows:
@@ -152,7 +152,7 @@ def asked(
         state = timed = InTime(state, stream, *inside)
         evidence = _evidence_in(evidence, *inside)
     state = live.around(state, stream, seen, numbers)
-    if acts is not None and (acts.stage == "layer" or acts.glance is not None):
+    if acts is not None and (acts.stage == "layer" or acts.scoring_layer is not None):
         state = pruned = RecallPruning(state, acts, stream, depth, seen)
     parts = [info.marks, asking.embeds]
     if info.pending is not None:

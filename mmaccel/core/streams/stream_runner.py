@@ -126,16 +126,16 @@ class StreamRunner:
         self.around = Around() if pruner is None else Listening(pruner, depth)
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
-        places, head = adapter.places(info.size, fps), adapter.head().numel()
+        places, head = adapter.position_ids(info.size, fps), adapter.head().numel()
         words, pace, dtype = adapter.words_beside, adapter.pace, adapter.dtype
         self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, places=places, dtype=dtype)
         one = len(set(adapter.layer_devices)) == 1
-        opened = kv.stream if one else partial(split_stream, kv, adapter.layer_devices)
+        opened = kv.open_stream if one else partial(split_stream, kv, adapter.layer_devices)
         self.waits: deque[float] = deque(maxlen=1024)
         """Seconds that each of the last passes of frames waited for its turn; `waited_s` is of all."""
         self.waited_s = 0.0
         self.state = opened(self.stream, adapter.view.geometry, adapter.view, adapter.device)
-        self.running = adapter.running()
+        self.running = adapter.new_running_states()
 
     @classmethod
     def begin(
@@ -220,7 +220,7 @@ class StreamRunner:
     def _tell_of_the_end(self) -> None:
         """Warn, once, when the stream leaves no position for a question."""
         places = self.stream.places
-        units, own = self.state.shown(StreamPass(kind="question", rows=1))
+        units, own = self.state.shown_units(StreamPass(kind="question", rows=1))
         if self._full or places.admits(units, 0, 1, own):
             return
         self._full = True

@@ -189,7 +189,7 @@ class Local:
                 self._unread = None
             return self._writer.write(*self._asked)
 
-    def takes_up(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
+    def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
         """Whether the prompt `ids` [S] is read behind what `leave` gave; `past` is what the target holds of it."""
         if not (isinstance(left, DraftDecoder) and left.talk.goes_on(ids, past)):
             return False

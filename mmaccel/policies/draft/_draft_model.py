@@ -158,7 +158,7 @@ class PeerStrategy(DraftStrategy):
         vocabulary."""
         model = folder_of(self.name, target, self.model) if isinstance(self.model, str) else self.model
         try:
-            reader = target.text_peer(model) if self.reads_text else None
+            reader = target.text_only(model) if self.reads_text else None
             peer = reader or target.peer(model)
         except ModelError as error:
             raise DraftError(f"{self.name}: model: {error}") from error

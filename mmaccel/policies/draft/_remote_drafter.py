@@ -160,7 +160,7 @@ class Remote(WireEnd):
         whole = at == len(blob) and len(odds) in (0, len(ids))
         return tuple(odds) if whole else None
 
-    def takes_up(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
+    def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
         """As that of `Local`."""
         fits = isinstance(left, RemoteTurn) and left.worker is self._worker
         if not fits or not follows(left.known, ids, past):

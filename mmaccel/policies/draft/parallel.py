@@ -243,7 +243,7 @@ class Pipeline(DraftState):
         """The turn before, from which the engine goes on; None: it reads all anew, which is text."""
         assert prompt.past is not None
         left, past = prompt.left, prompt.past.layout
-        if isinstance(left, _Turn) and self._engine.takes_up(left.read, prompt.ids[0], past):
+        if isinstance(left, _Turn) and self._engine.continues_from(left.read, prompt.ids[0], past):
             return left
         check_text("parallel", past)
         return None

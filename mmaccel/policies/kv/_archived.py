@@ -185,7 +185,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
         hidden = {"hidden"} if self.prefetch == "projected" else set[str]()
         return frozenset(self.index.needs | hidden)
 
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         return SharedArchive(self, stream, geometry, model, device)

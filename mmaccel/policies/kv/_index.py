@@ -239,7 +239,9 @@ class Index(ABC):
         """[R, C] scores of the clusters that may be retrieved, -inf elsewhere; how many units are in the clusters before
         each."""
         size = self._now.lists.size[rows]
-        return clusters.ordered(self._scored(self.key[rows], queries, size, words), size, None, None)
+        return clusters.scores_and_preceding(
+            self._scored(self.key[rows], queries, size, words), size, None, None
+        )
 
     def _scored(self, key: Tensor, queries: Tensor, size: Tensor, words: clusters.Words | None) -> Tensor:
         """[R, C] scores of clusters of `size` [R, C] with keys [R, C, d]."""

@@ -114,7 +114,7 @@ class StreamMemory(IngestState):
             fits and places.admits(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
 
-    def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
+    def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
         closed = self._closed(stream_pass)
         return (min(self._count, self._most()) if closed else self._count), not closed
 

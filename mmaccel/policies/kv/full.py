@@ -43,7 +43,7 @@ class Full(StreamPolicy):
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return FullState(geometry.layers)
 
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         return FullStream(stream, geometry, model, device)

@@ -50,7 +50,7 @@ class LiveVLM(TokenPolicy):
     page: int = limited(16, at_least(1))
     probes: int | None = limited(None, at_least(1))
 
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         return LiveMemory(self, stream, geometry, model, device)

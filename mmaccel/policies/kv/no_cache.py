@@ -54,7 +54,7 @@ class NoCache(StreamPolicy):
                 f"{self.name}: kept is {self.kept}; give at least twice frames, {2 * self.frames}."
             )
 
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         return _Frames(self, stream, geometry, model, device)
@@ -111,11 +111,11 @@ class _Frames(FrameMemory):
         chosen = [i * last // (count - 1) for i in range(count)] if count > 1 else [last] * count
         return [(numbers[i], self._held[numbers[i]]) for i in chosen]
 
-    def shown(self, stream_pass: StreamPass) -> tuple[int, bool]:
+    def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
         return min(self.budget, len(self._held)), False
 
     def fresh(self) -> StreamState:
-        return Full().stream(*self._parts)
+        return Full().open_stream(*self._parts)
 
     def begin_pass(self, *_: Any, **named: Any) -> Any:
         raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")

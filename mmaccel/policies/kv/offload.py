@@ -37,7 +37,7 @@ class Offload(HostPolicy):
 
     spill: Spill = limited("refuse", one_of("refuse", "disk", why=", for it keeps everything"))
 
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         return OffloadStream(self, stream, geometry, model, device)

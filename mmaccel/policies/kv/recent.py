@@ -31,7 +31,7 @@ class Recent(WindowedPolicy):
 
     local: int = limited(4, at_least(1, " frame"))
 
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         return StreamMemory(stream, geometry, model, device, **self.sizes(stream))

@@ -49,7 +49,7 @@ class StreamMem(TokenPolicy):
     similar: float | None = limited(0.95, between(-1, 1, "-1 to 1"))
     prototypes: bool = True
 
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         return ProxyMemory(self, stream, geometry, model, device)

@@ -52,7 +52,7 @@ class Window(StreamPolicy):
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return WindowState(geometry.layers, self.sinks, self.window, self.margin)
 
-    def stream(
+    def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         units = -(-self.window // stream.unit)

@@ -77,7 +77,7 @@ class DyCoke(TokenPruner):
         return tokens + (self.group - 1) * quota(1 - self.drop, tokens)
 
     @property
-    def glance(self) -> int | None:
+    def scoring_layer(self) -> int | None:
         return self.layer - 1 if self.forget else None
 
     def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:

@@ -139,7 +139,7 @@ class Grid(IntraPattern):
     def _classes(self, region: Region) -> Classes:
         sample = region.last(self.last_q, self.estimate == "group")
         rows = self.horizontal_phase == "queries"
-        search = Search(self.min_stride, self.max_stride, self.slack, self.score, rows, region.width)
+        search = Search(self.min_stride, self.max_stride, self.slack, self.score, rows, region.max_keys)
         frames = Frames.of(region, search.low, search.most) if self.stride == "frame" else None
         framed = frame_phases(sample, frames, search) if frames is not None and frames.some else None
         if framed is not None and framed.frames is not None:
@@ -242,7 +242,7 @@ class Grid(IntraPattern):
     def _dense_size(self, region: Region, classes: Classes) -> int:
         """Space for as many queries of one line as there can be, in whole blocks."""
         # Queries of one rank are of one class; others are of no more than keys are.
-        size = region.at.shape[1] if region.ties else min(classes.most_keys, region.at.shape[1])
+        size = region.at.shape[1] if region.has_rank_ties else min(classes.most_keys, region.at.shape[1])
         return size + -size % self.block
 
     def _dense_part(self, region: Region, q_row: Tensor, last: Tensor) -> Part:

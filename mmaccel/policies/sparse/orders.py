@@ -130,7 +130,7 @@ class Region:
         return span_by_range(*order, lo, hi, block, block, **known)
 
     @property
-    def width(self) -> int:
+    def max_keys(self) -> int:
         """The most keys there can be, a number of the host."""
         return min(len(self.keys), self.layer.key.shape[2])
 
@@ -140,7 +140,7 @@ class Region:
         return self.kinds == (None, None) and self.layer.final
 
     @property
-    def ties(self) -> bool:
+    def has_rank_ties(self) -> bool:
         """Whether queries may have the same rank: the keys between them are left out."""
         return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
 
@@ -173,13 +173,13 @@ class Region:
         runs = 1
         if query_kind is not None and query_kind != key_kind:
             runs = 2 + count // max(layout.runs[query_kind][1], 1)
-        rows, keys = self.q_row[:, 0], self.keys.row[:, : self.width]
+        rows, keys = self.q_row[:, 0], self.keys.row[:, : self.max_keys]
         L = min(count, layout.length, rows.shape[1])
         last = (rows >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=rows.device)
         # A sequence may be all padding here.
         row = rows.gather(1, last.clamp(min=0)).long().clamp(min=0)
         at = torch.where(last >= 0, self.at.gather(1, last.clamp(min=0)).long(), -1)
-        seen = (keys >= 0) & (torch.arange(self.width, device=rows.device) <= at[:, -1:])
+        seen = (keys >= 0) & (torch.arange(self.max_keys, device=rows.device) <= at[:, -1:])
         gathered = key_kind is not None or self.layer.k_layout.padded
         return SampleLayout(row, at, keys.clamp(min=0).long() if gathered else None, seen, self.final, runs)
 

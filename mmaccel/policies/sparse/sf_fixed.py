@@ -19,7 +19,7 @@ FRAMELESS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
+class KeySegments:
     """The segments of the keys of each sequence, by rank.
 
     number [B, N] number of the segment of each key, offset [B, N] its place in it, stride [B, 1] the most tokens of a
@@ -58,13 +58,13 @@ class SegmentedPattern(IntraPattern):
         """The least and the greatest stride that a sequence may have."""
         return (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride, self.stride)
 
-    def segments(self, region: Region) -> Segments:
+    def segments(self, region: Region) -> KeySegments:
         """Segments of `stride` tokens each, or under "frame" as the docstring of `SFFixed` says."""
         low, high = self.bounds
-        most = max(1, whole_blocks(region.width, low))
+        most = max(1, whole_blocks(region.max_keys, low))
         rank = torch.arange(len(region.keys), device=region.at.device).expand_as(region.keys.row)
         if self.stride != "frame":
-            return Segments(rank // high, rank % high, torch.full_like(rank[:, :1], high), high, most)
+            return KeySegments(rank // high, rank % high, torch.full_like(rank[:, :1], high), high, most)
         layout, here = region.layer.k_layout, region.keys.row >= 0
         row = region.keys.row.clamp(min=0).long()
         text = layout.modality.gather(1, row) == TEXT
@@ -79,12 +79,12 @@ class SegmentedPattern(IntraPattern):
         count = here.sum(1, keepdim=True)
         fits = torch.where(here, number + 1, 0).amax(1, keepdim=True) * low <= count + low - 1
         number = torch.where(fits, number, rank // stride)
-        return Segments(number, torch.where(fits, offset, rank % stride), stride, high, most)
+        return KeySegments(number, torch.where(fits, offset, rank % stride), stride, high, most)
 
     def segment_sizes(self, region: Region) -> tuple[int, int]:
         """The stride and the most segments of a sequence: of frames, by one look at the layout."""
         if self.stride != "frame":
-            return self.stride, max(1, whole_blocks(region.width, self.stride))
+            return self.stride, max(1, whole_blocks(region.max_keys, self.stride))
 
         def looked() -> tuple[int, int]:
             segments = self.segments(region)
@@ -145,7 +145,7 @@ class SFFixed(SegmentedPattern):
         near = longest / (2 * self.block) + 1.5
         return whole_blocks(rows, self.block) * (near + share * self.summary * count / self.block + 0.5)
 
-    def _summaries(self, region: Region, segments: Segments, begin: Tensor) -> KeySpan:
+    def _summaries(self, region: Region, segments: KeySegments, begin: Tensor) -> KeySpan:
         """The summary tokens, gathered; each query sees those of the segments before its own, which begins at `begin`."""
         block, keys, here = self.block, region.keys, region.keys.row >= 0
         member = here & (segments.offset < self.summary)

@@ -9,7 +9,7 @@ import torch
 from mmaccel.core.prefill.plan import Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import Region, spanned_blocks, whole_blocks
-from mmaccel.policies.sparse.sf_fixed import SegmentedPattern, Segments, fitting
+from mmaccel.policies.sparse.sf_fixed import KeySegments, SegmentedPattern, fitting
 
 
 @register("sparse", "sf_strided")
@@ -46,7 +46,7 @@ class SFStrided(SegmentedPattern):
         each = longest / self.block + 1.5 + share * count / self.block + 1
         return whole_blocks(rows, self.block) * each
 
-    def _window(self, region: Region, segments: Segments) -> Part:
+    def _window(self, region: Region, segments: KeySegments) -> Part:
         """The keys less than a stride before each query.
 
         The stride differs between sequences and the range of a span does not: counted in strides of `size`, of which the
@@ -54,7 +54,7 @@ class SFStrided(SegmentedPattern):
         """
         block, size, stride = self.block, segments.size, segments.stride
         # Even cuts of min_stride or more are no more than `count`, one that is cut short among them.
-        most = size * (segments.count + len(region.keys) - region.width + 1)
+        most = size * (segments.count + len(region.keys) - region.max_keys + 1)
         number = torch.arange(len(region.keys), device=stride.device)
         k_pos = fitting(number // stride * size + number % stride, most)
         at = region.at.long()
@@ -62,7 +62,7 @@ class SFStrided(SegmentedPattern):
         order = (region.q_row, region.keys.row[:, None], q_pos, k_pos[:, None])
         return region.part([span_by_range(*order, 0, size, block, block, ordered=region.keys.count)])
 
-    def _lines(self, region: Region, segments: Segments) -> Part:
+    def _lines(self, region: Region, segments: KeySegments) -> Part:
         """The keys at the offset of each query, a stride or more before it; queries and keys by (offset, rank)."""
         block, count = self.block, segments.count
         rows, at = region.keys.row, region.at.long()

@@ -53,7 +53,7 @@ class VerticalSlash(IntraPattern):
         columns, diagonals = self._strongest(*sample.lines(), sample.at)
         keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
         left, kind, kept, k_row, k_pos = split_line_keys(
-            keys.row, columns, diagonals, region.width, self.block
+            keys.row, columns, diagonals, region.max_keys, self.block
         )
         runs = region.once(("query runs", heads), lambda: QueryBlockRuns.of(region, heads))
         # A query block lists every key block that a kept diagonal touches in its rows: diagonal d pairs a query of rank i

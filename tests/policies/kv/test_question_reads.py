@@ -80,7 +80,7 @@ class Counted(NoReads):
 def rekv() -> Driven:
     driven = Driven()
     stream = driven.state.stream
-    driven.state = ReKV(frames=8, window=5, local=2).stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type, assignment]
+    driven.state = ReKV(frames=8, window=5, local=2).open_stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type, assignment]
     driven.run(StreamPass(kind="head", rows=HEAD), lambda layer: driven.noise((layer, -1), HEAD))
     return driven
 

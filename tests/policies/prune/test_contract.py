@@ -141,7 +141,7 @@ def test_recipes_take_what_acts_on_the_target(name: str) -> None:
             Recipe(prune=name, chunk=128)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="set compact to False"):
         Recipe(prune=build(name, compact=True), draft="sparse_to_dense")  # type: ignore[arg-type]
-    if build(name).glance is not None:
+    if build(name).scoring_layer is not None:
         with pytest.raises(RecipeError, match="forget"):
             Recipe.load({"prune": name, "draft": {"name": "sequential", "model": "tiny-ov"}})
 

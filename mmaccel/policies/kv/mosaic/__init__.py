@@ -162,7 +162,7 @@ class ClusterIndex(Index):
             held = now.visual.expand(len(queries), -1)
             ranked = self._scored(self.visual_key[rows], queries, held, words)
         without = ops.outside(ranked, now.visual, STAGE * budget, FEWEST)
-        return ops.ordered(scores, size, now.parent[rows], without)
+        return ops.scores_and_preceding(scores, size, now.parent[rows], without)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
         means = self.tree.means

@@ -51,7 +51,7 @@ class Driven:
         own = {name: fields.pop(name) for name in list(fields) if name in Clusters.__dataclass_fields__}
         self.policy = Mosaic(**{**SMALL, "index": Clusters(**{**CLUSTERS, **own}), **fields})
         stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places(axes, limit), dtype=dtype)
-        state = self.policy.stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
+        state = self.policy.open_stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
         assert isinstance(state, ArchivedMemory)
         self.state = state
         self.index: Any = state.index

@@ -17,8 +17,7 @@ from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.sparse import PerHead
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.policies.faulty import PRUNE, SPARSE, Half, Pooled, Sound
-from tests.policies.faulty_states import DRAFTS, MEMORIES
+from tests.policies.faulty import DRAFTS, MEMORIES, PRUNE, SPARSE, Half, Pooled, Sound
 
 DEAR = ("an unsaid reading of queries", "two spans", "the future", "padding", "a low bound")
 """Faults that only `check_policy` finds."""

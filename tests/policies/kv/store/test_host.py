@@ -15,8 +15,19 @@ from torch import Tensor
 from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.policies.kv.store.slabs import Lanes
 
-from .lanes_sim import SimLanes
-from .units import GROUPS, LAYERS, SIZE, TOKENS, UNIT_BYTES, check, contents, fill, open_store, poisoned
+from .units import (
+    GROUPS,
+    LAYERS,
+    SIZE,
+    TOKENS,
+    UNIT_BYTES,
+    SimLanes,
+    check,
+    contents,
+    fill,
+    open_store,
+    poisoned,
+)
 
 KINDS = (
     "put",

@@ -1,4 +1,7 @@
-"""Fetching ahead under lanes that run late: nothing is read before it is there, or overwritten while it is read."""
+"""Fetching ahead under lanes that run late, by queries that the last question foretells.
+
+Nothing is read before it is there, or overwritten while it is read.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv._prefetch import Prefetcher
+from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv.store import HostStore, host
 from mmaccel.policies.kv.store.slabs import Mark, on_device
-from tests.policies.kv.store.lanes_sim import SimLane, SimLanes
-from tests.policies.kv.store.units import LAYERS, TOKENS, contents, fill, open_store
+from tests.policies.kv.store.units import LAYERS, TOKENS, SimLane, SimLanes, contents, fill, open_store
 
 FIRST, COUNT, ROOM = 12, 16, 4
 """Units on the host, units in all, and units that a layer keeps."""
@@ -166,3 +168,70 @@ def test_random_delays_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted["covered"] > 0 and counted["missing"] > 0 and counted["cached"] > 0
     assert wired["bytes_in"] > 0 and wired["seconds_in"] > 0 and wired["gathers"] >= 100 * LAYERS
     store.close()
+
+
+DEPTH, WORDS = 3, 5
+WORD_COUNT = torch.tensor([WORDS])
+
+
+def drifting() -> QueryPrediction:
+    return QueryPrediction(DEPTH, 4, torch.device("cpu"))
+
+
+def states(seed: int) -> torch.Tensor:
+    return torch.randn(1, WORDS, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def foretold(drift: QueryPrediction, layer: int, words: torch.Tensor) -> torch.Tensor:
+    """By rows of which the last ones are no words."""
+    drift.entered(layer)
+    rows = torch.cat([words, torch.full((1, 3, 4), torch.nan)], 1)
+    return drift.next(layer, rows, WORD_COUNT)[:, :WORDS]
+
+
+def ask(drift: QueryPrediction, start: torch.Tensor, added: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What is foretold at each layer, when layers add `added` to all rows."""
+    told = []
+    for layer in range(len(added) + 1):
+        told.append(foretold(drift, layer, start + sum(added[:layer], torch.zeros(4))))
+    drift.settle()
+    return told
+
+
+def test_what_layers_add_alike_is_foretold_from_the_second_question_on() -> None:
+    drift, added = drifting(), [torch.arange(4.0), torch.tensor([0.0, -1.0, 2.0, 5.0])]
+    first, start = states(1), states(2)
+    plain = ask(drift, first, added)
+    assert torch.equal(plain[0], first)
+    told = ask(drift, start, added)
+    for layer in range(2):
+        torch.testing.assert_close(told[layer], start + sum(added[: layer + 1], torch.zeros(4)))
+    # Nobody saw what comes after the last layer.
+    torch.testing.assert_close(told[2], start + sum(added, torch.zeros(4)))
+
+
+def test_a_layer_s_words_are_moved_by_what_it_added_in_the_mean() -> None:
+    drift = drifting()
+    before, after = states(3), states(4)
+    foretold(drift, 0, before)
+    foretold(drift, 1, after)
+    drift.settle()
+    moved = (after - before).mean(1, keepdim=True)
+    torch.testing.assert_close(foretold(drift, 0, before), before + moved)
+
+
+def test_a_question_that_broke_off_tells_nothing_of_layers_it_did_not_reach() -> None:
+    drift = drifting()
+    foretold(drift, 0, states(5))
+    drift.settle()
+    foretold(drift, 1, states(6))
+    drift.settle()
+    assert torch.equal(foretold(drift, 0, states(7)), states(7))
+
+
+def test_of_another_stream_nothing_is_known() -> None:
+    drift = drifting()
+    ask(drift, states(8), [states(9)[0, 0]])
+    assert not torch.equal(foretold(drift, 0, states(8)), states(8))
+    drift.clear()
+    assert torch.equal(foretold(drift, 0, states(8)), states(8))

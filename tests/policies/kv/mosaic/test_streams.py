@@ -1,4 +1,4 @@
-"""What a memory tells of the device is all that grows there: beside it no tensor does."""
+"""Sessions with the memory `mosaic` far longer than its window: all that it says happens, and it holds what it says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import mmaccel
+from mmaccel.core.streams.session import VideoSession
+from mmaccel_lab.world import World, render
 from tests.models.streams import FPS, QUESTION, film, open_session
 
 OTHERS = (type, FunctionType, MethodType, ModuleType, torch.nn.Module)
@@ -61,3 +64,33 @@ def test_what_is_not_told_does_not_grow(family: str) -> None:
             beside.append(sum(held.values()) - told[-1])
     # Two tables say of each unit of each layer where it lies.
     assert told[1] - told[0] > 2 * state.geometry.layers * 8 * 100 and beside[1] == beside[0]
+
+
+FRAMES, WINDOW = 500, 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_hundreds_of_frames(name: str) -> None:
+    model, processor = mmaccel.load_model(name).float(), mmaccel.load_processor(name)
+    world = World.generate(113, FRAMES)
+    kv = {"name": "mosaic", "window": WINDOW, "local": 4, "frames": 16, "cache": 16}
+    right = asked = 0
+    with VideoSession(model, processor, {"kv": kv}) as session:
+        table = world.table()
+        for first in range(0, FRAMES, 50):
+            rows = {column: values[first : first + 50] for column, values in table.items()}
+            session.watch(render(rows, 112, 112), fps=1.0)
+        before = session.counters()
+        units = before["units"]
+        assert before["window"] <= 0.1 * units, "nine frames in ten are off the device"
+        assert before["host_units"] == model.config.text_config.num_hidden_layers * (units - before["window"])
+        for question in world.questions(["needle", "combine"]):
+            answer = session.ask(question.text, max_new_tokens=8)
+            asked += 1
+            right += answer.text.strip(" .") == question.answer.strip(" .")
+        after = session.counters()
+    named = ("visual_splits", "deferred", "singletons", "eager_splits", "deferred_splits", "fetch_cached")
+    assert min(after[each] for each in ("recalled", "resolved", "fetch_covered", "host_copies_in")) > 0
+    assert sum(after[each] > 0 for each in named) >= 5, {each: after[each] for each in named}
+    assert asked >= 4 and right >= 0.7 * asked, f"{right} of {asked}"

@@ -39,11 +39,6 @@ PRUNERS: dict[str, TokenPruner] = {
 }
 
 
-@pytest.fixture(scope="module", params=BUILD)
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @contextmanager
 def listening(model: Any, *pruners: TokenPruner) -> Iterator[Accelerated]:
     """`model` accelerated densely, whose layers can be read by `pruners`."""

@@ -1,4 +1,4 @@
-"""The kernels of running states and of experts against their plain forms; `test_kernel_cases.py` runs them."""
+"""The kernels of running states and of experts against their plain forms; `test_triton.py` runs them."""
 
 from __future__ import annotations
 

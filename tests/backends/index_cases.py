@@ -1,4 +1,4 @@
-"""Indices made by the Triton kernels against the plain way, interpreted or compiled; `test_kernel_cases.py` runs them."""
+"""Indices made by the Triton kernels against the plain way, interpreted or compiled; `test_triton.py` runs them."""
 
 from __future__ import annotations
 

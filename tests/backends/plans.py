@@ -43,12 +43,8 @@ SCENE = Scene(
 
 
 def pattern_plan(name: str, start: int = 0) -> tuple[AttentionPlan, Scene]:
-    scene = Scene(SCENE.sequences, start, SCENE.heads, SCENE.groups, SCENE.size, SCENE.seed)
-    query, key, _ = scene.tensors()
-    layout = scene.layout()
-    plan = PATTERNS[name].plan(query, key, layout.take(slice(start, None)), layout)
-    assert plan is not None
-    return plan, scene
+    scene = replace(SCENE, start=start)
+    return scene.planned(PATTERNS[name])[0], scene
 
 
 def random_plan(

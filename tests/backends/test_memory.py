@@ -18,7 +18,7 @@ S = 4096
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most entries of any result."""
+    """Remembers the most entries of any result; one that is expanded holds those of its memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,8 @@ class Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
-                self.entries = max(self.entries, tensor.numel())
+                held = tensor.untyped_storage().size() // tensor.element_size()
+                self.entries = max(self.entries, min(tensor.numel(), held))
         return result
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,10 +22,8 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.models.runner import HFRunner
 from mmaccel_lab.eval.caption import caption_cases
 from mmaccel_lab.eval.cases import Film
-from tests import SOURCES
+from tests import python
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -140,12 +135,7 @@ def test_the_pipeline_holds_no_more_than_drafting_in_turns(name: str) -> None:
 
 
 def run(*words: str) -> None:
-    command = [sys.executable, *words]
-    env = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    python(*words, OMP_NUM_THREADS="1")
 
 
 def read(out: Path) -> list[dict[str, Any]]:

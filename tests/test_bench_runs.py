@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,8 @@ import pytest
 
 from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.core.report import read_rows
-from tests import SOURCES
-from tests.benches import ROOT, ran
+from tests import python
+from tests.benches import ran
 from tests.models.streams import CLUSTERS
 
 Row = dict[str, Any]
@@ -183,11 +181,7 @@ def test_settings_of_recommend_run_and_their_memory_is_predicted(tmp_path: Path)
     out = tmp_path / "rows.jsonl"
     few = ("--device", "cpu", "--shrink", "12", "--limit", "9000", "--out", str(out))
     only = ("--only", "exact:llava-onevision-7b:3:1", "exact:llava-onevision-7b:8:5")
-    done = subprocess.run(
-        [sys.executable, "bench/recommend.py", *few, *only],
-        env={**os.environ, "PYTHONPATH": SOURCES}, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = python("bench/recommend.py", *few, *only)
     rows = [row for row in map(json.loads, out.read_text().splitlines()) if row.get("case") == "recommend"]
     assert [(row["frames"], row["questions"]) for row in rows] == [(7, 1), (20, 5)], done.stdout
     # Seconds depend on who else uses the machine; bytes do not.

@@ -7,31 +7,19 @@ in a process of its own.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from mmaccel.backends import select, triton
+from tests import python
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    return done.stdout
+    """What a module prints in a process that sees no device."""
+    return python("-m", *arguments, **{"CUDA_VISIBLE_DEVICES": "", **environment}).stdout
 
 
 def test_tells_why_it_cannot_run() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 from mmaccel.backends import flash, select, triton
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import KERNELS
-from tests import SOURCES
+from tests import SOURCES, python
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -137,16 +135,7 @@ def test_what_is_broken_is_said(tmp_path: Path) -> None:
         "raise ImportError('undefined symbol: x')", encoding="utf-8"
     )
     paths = os.pathsep.join([str(tmp_path), SOURCES])
-    done = subprocess.run(
-        [sys.executable, "-m", "mmaccel", "doctor", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(python("-m", "mmaccel", "doctor", "--json", PYTHONPATH=paths).stdout)
     assert (
         f"triton {metadata.version('triton')} cannot be imported: ImportError: undefined symbol: x"
         in found["problems"]

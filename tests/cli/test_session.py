@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ from mmaccel.cli.questions import Typed, below, evidence_table, parsed
 from mmaccel.core.decoding.generate import Answer, Evidence
 from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.media import Video
+from tests import python
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -125,17 +124,10 @@ def test_what_a_memory_does_not_tell_is_left_blank() -> None:
 def test_questions_are_piped(clip: str, ov: str) -> None:
     """To a real process: JSON alone on standard output, and nothing but what it says of the questions beside it."""
     words = f"-m mmaccel watch {clip} --model {ov} --recipe recent --fps 0.25 --max-new-tokens 1 --json"
-    done = subprocess.run(
-        [sys.executable, *words.split()],
-        input="how many ?\n\nwhat was first ?@20\r\nwhat was last ?@500\n",
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent.parent,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
+    piped = "how many ?\n\nwhat was first ?@20\r\nwhat was last ?@500\n"
+    done = python(*words.split(), said=piped, HF_HUB_OFFLINE="1")
     told = json.loads(done.stdout)
-    assert done.returncode == 0 and [(a["question"], a["at"], a["asked_at"]) for a in told["answers"]] == [
+    assert [(a["question"], a["at"], a["asked_at"]) for a in told["answers"]] == [
         ("what was first ?", 20.0, 20.0), ("what was last ?", 500.0, 60.0), ("how many ?", None, 60.0)
     ]  # fmt: skip
     assert done.stderr.splitlines() == [

@@ -24,7 +24,6 @@ from typer.main import get_command
 
 import mmaccel
 from mmaccel.cli import app, main
-from mmaccel.core.registry import KINDS, registry
 from mmaccel_lab.cli import app as lab
 from mmaccel_lab.world import World, write_mp4
 
@@ -99,13 +98,6 @@ def test_pages_for_newcomers_are_short() -> None:
         if count > WORDS:
             long[path.name] = count
     assert TUTORIALS and long == {}
-
-
-@pytest.fixture
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a page registers is gone after it."""
-    for kind in KINDS:
-        monkeypatch.setattr(registry(kind), "_classes", dict(registry(kind)._classes))
 
 
 @pytest.fixture(scope="module")

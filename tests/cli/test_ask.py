@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from mmaccel import media
 from mmaccel.cli import console
 from mmaccel.cli.console import columns
 from mmaccel.policies.draft._draft_model import PeerState
 from mmaccel_lab.world import World
+from tests.spies import heard
 
 Call = Callable[..., tuple[int, str, str]]
 FIGURES = {"answer", "ttft_s", "tokens_per_s", "kept", "peak_bytes"}
@@ -270,14 +270,7 @@ def test_ask_gives_programs_the_tokens_left(call: Call, clip: str, ov: str, tmp_
 def test_ask_names_what_the_draft_read(
     call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pruner: str
 ) -> None:
-    read: list[int] = []
-    plain = PeerState.keep
-
-    def keep(self: PeerState, columns: Tensor) -> None:
-        read.append(columns.numel())
-        plain(self, columns)
-
-    monkeypatch.setattr(PeerState, "keep", keep)
+    read: list[int] = heard(monkeypatch, PeerState, "keep", lambda state, columns: columns.numel())
     recipe = tmp_path / "pruned.yaml"
     fields = f"prune: {{name: {pruner}, retention: 0.07}}"
     recipe.write_text(f"draft: {{name: sequential, model: {ov}, {fields}}}")

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from mmaccel.cli import answer
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve.speech import Speech
+from tests.spies import heard
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -58,14 +58,7 @@ def test_a_pairing_s_preset_takes_another_draft(call: Call, clip: str, pair: str
 def test_a_lossy_prefill_is_held_against_itself_without_the_draft(
     call: Call, clip: str, pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met: list[Recipe] = []
-    generate = answer.generate
-
-    def noted(model: Any, *rest: Any, **more: Any) -> answer.Generation:
-        met.append(model.recipe)
-        return generate(model, *rest, **more)
-
-    monkeypatch.setattr(answer, "generate", noted)
+    met: list[Recipe] = heard(monkeypatch, answer, "generate", lambda model, *_, **__: model.recipe)
     recipe = tmp_path / "short.yaml"
     recipe.write_text("sparse: {name: a_shape, sink: 16, window: 16}\ndense_tail: 0\ndraft: prompt_lookup\n")
     status, out, err = call("caption", clip, "--model", pair, "--recipe", recipe, "--json", *SHORT)

@@ -16,7 +16,7 @@ import yaml
 from mmaccel import check_policy, list_policies
 from mmaccel.cli.program import bring
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.registry import KINDS, registry
+from mmaccel.core.registry import registry
 
 ROOT = Path(__file__).parents[2]
 Call = Callable[..., tuple[int, str, str]]
@@ -48,10 +48,8 @@ class MyMemory(Recent):
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is gone after it, and so is its module."""
-    for kind in KINDS:
-        monkeypatch.setattr(registry(kind), "_classes", dict(registry(kind)._classes))
+def module(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module of a test is gone after it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     sys.modules.pop("own_policies", None)
@@ -104,12 +102,14 @@ def test_the_examples_run_by_name(call: Call, examples: Path, clip: str, ov: str
     assert status == 0 and "every_tenth" in out, err
 
 
-def test_list_and_describe_know_it(call: Call, own: Path) -> None:
+def test_list_describe_and_the_schema_know_it(call: Call, own: Path) -> None:
+    assert '"mine"' not in call("schema")[1]
     status, out, err = call("--import", own, "list", "--json")
     assert (status, err) == (0, "")
     assert "mine" in json.loads(out)["sparse"] and "my_memory" in json.loads(out)["kv"]
     status, out, _ = call("--import", own, "describe", "mine")
     assert status == 0 and "a window of my own" in out and "window: int = 96" in out
+    assert '"mine"' in call("--import", own, "schema")[1]
 
 
 def test_ask_runs_it_by_name_and_by_file(call: Call, own: Path, clip: str, ov: str, tmp_path: Path) -> None:

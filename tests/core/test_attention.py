@@ -78,6 +78,11 @@ def layer(**choices: Any) -> Layer:
     return Layer(AttentionConfig(recipe, "reference", select.get("reference", torch.device("cpu"))))
 
 
+def shown(view: KVView) -> Any:
+    """A memory that shows this."""
+    return SimpleNamespace(view=lambda *_: view)
+
+
 def close(found: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
 
@@ -169,11 +174,7 @@ def test_rows_of_a_tree_see_a_window_from_their_depth() -> None:
     view = KVView(key, value, column=column, sinks=4, window=48)
     depth = torch.tensor([0, 1, 1, 2])
     at = layer()
-    run = {
-        "prefill": False,
-        "branches": Branches(TREE, depth),
-        "state": SimpleNamespace(view=lambda *_: view),
-    }
+    run = {"prefill": False, "branches": Branches(TREE, depth), "state": shown(view)}
     before = column[:-4]
     near = (N - 4 + depth)[:, None] - before < 48
     sees = torch.cat([near | (before < 4), TREE], 1)
@@ -193,8 +194,8 @@ def test_a_pattern_runs_within_the_window_of_a_memory(gone: int, tail: int) -> N
     query, key, value = tensors(rows, N)
     view = KVView(key[:, :, column], value[:, :, column], column=column if gone else None, sinks=8, window=41)
     at = layer(dense_tail=tail, dense_layers=[1])
-    more = {"state": SimpleNamespace(view=lambda *_: view)}
-    found = [at.attend(TokenLayout.text(1, N), (query, key, value), number, **more) for number in (0, 1)]
+    given = TokenLayout.text(1, N), (query, key, value)
+    found = [at.attend(*given, number, state=shown(view)) for number in (0, 1)]
     distance = torch.arange(N - rows, N)[:, None] - column
     window = (distance >= 0) & ((distance < 41) | (column < 8))
     sees = a_shape(held)[-rows:] | (torch.arange(rows) >= rows - tail)[:, None]
@@ -216,9 +217,7 @@ def test_what_a_memory_leaves_out_of_a_window_is_dense_over_its_view() -> None:
     query, key, value = tensors(100, N)
     view = KVView(key[:, :, column], value[:, :, column], column=column, sinks=8, window=48)
     at = layer()
-    found = at.attend(
-        TokenLayout.text(1, N), (query, key, value), state=SimpleNamespace(view=lambda *_: view)
-    )
+    found = at.attend(TokenLayout.text(1, N), (query, key, value), state=shown(view))
     distance = torch.arange(N - 100, N)[:, None] - column
     sees = (distance >= 0) & ((distance < 48) | (column < 8))
     close(found, written_out(query, key[:, :, column], value[:, :, column], sees[None]))
@@ -259,7 +258,7 @@ def stream_pass(state: Any, kernel: Any = None, **run: Any) -> ForwardPass:
 
 
 def stream(view: KVView, inputs: tuple[Tensor, Tensor, Tensor], **run: Any) -> Tensor:
-    return stream_pass(SimpleNamespace(view=lambda *_: view), **run).attend(0, *inputs, SIZE**-0.5)
+    return stream_pass(shown(view), **run).attend(0, *inputs, SIZE**-0.5)
 
 
 def test_a_stream_s_rows_are_the_last_of_its_view() -> None:
@@ -308,10 +307,6 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
     assert torch.equal(count[0, 0] > 0, seen) and torch.equal(count[0, 1] > 0, seen)
     # Blocks, of which two at either end of a window are not whole, are all that is computed beside it.
     assert plan.count_listed_pairs()[0, 0] <= seen.sum() + rows * 4 * 128
-
-
-def shown(view: KVView) -> Any:
-    return SimpleNamespace(view=lambda *_: view)
 
 
 @pytest.mark.parametrize(("rows", "keys", "sinks", "window"), SHAPES, ids=str)

@@ -278,22 +278,6 @@ def test_a_question_longer_than_the_window_leaves_no_trace() -> None:
     assert seen(state.view(0, ROW), 0, 1, 41) == [visible(list(range(41)), 1, 1, 4)]
 
 
-@pytest.mark.parametrize("back", range(8))
-def test_the_limit_of_taking_back_is_sharp(back: int) -> None:
-    """Of one sink and columns 12 .. 19 the query of column c sees those from c - 3 on: c = 15 is the first it can be."""
-    state = open_state(Window(sinks=1, window=4, margin=3), layers=1)
-    for serial in range(20):
-        feed(state, serial, 1)
-    if back <= 5:
-        state.truncate(20 - back)
-        feed(state, 20 - back, 2)
-        expected = visible(list(range(22 - back)), 2, 1, 4)
-        assert seen(state.view(0, ROW), 0, 2, 22 - back) == [expected]
-    else:
-        with pytest.raises(ModelError, match="margin"):
-            state.truncate(20 - back)
-
-
 def test_it_holds_nothing_but_its_own_columns() -> None:
     state = open_state(Window(), layers=1)
     large = torch.zeros(1, 2, 1000, 4)

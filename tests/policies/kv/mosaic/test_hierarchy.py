@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mmaccel.policies.kv.mosaic.clusters import one_thread
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from tests.policies.kv.mosaic.scenes import WIDTH, audit, feed, index_of, partition, plant, runs, tree_of
+from tests.spies import heard
 
 SCENES = runs(60)
 
@@ -168,21 +169,16 @@ def test_another_thread_keeps_its_own(three_threads: object) -> None:
 def test_inserting_and_splitting_take_one_thread(
     three_threads: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: set[int] = set()
-    place, refine = Hierarchy._place_look, Hierarchy._refine
-    for name, work in (("_place_look", place), ("_refine", refine)):
-
-        def watched(*given: object, work: object = work) -> object:
-            seen.add(torch.get_num_threads())
-            return work(*given)  # type: ignore[operator]
-
-        monkeypatch.setattr(Hierarchy, name, watched)
+    placed, refined = (
+        heard(monkeypatch, Hierarchy, name, lambda *_: torch.get_num_threads())
+        for name in ("_place_look", "_refine")
+    )
     tree = tree_of(buffer=64)
     feed(tree, plant(runs(40)), 5)
-    assert seen == {1} and torch.get_num_threads() == 3
-    seen.clear()
+    assert {*placed, *refined} == {1} and torch.get_num_threads() == 3
+    refined.clear()
     tree.touch(0, (tree.semantic.size[0] > 0).nonzero()[:, 0])
-    assert seen == {1} and torch.get_num_threads() == 3
+    assert {*refined} == {1} and torch.get_num_threads() == 3
 
 
 class Machine(RuleBasedStateMachine):

@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from mmaccel.backends.ops.clusters import Words, scored, scored_by_words
 from mmaccel.policies.kv._index import Found, Index
 from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from tests.policies.kv.mosaic.scenes import LOOK, WIDTH, feed, index_of, plant, runs, tree_of
+from tests.spies import heard
 
 
 def clusters(found: Found) -> list[int]:
@@ -302,14 +302,7 @@ def test_it_is_what_counting_anew_finds(seed: int) -> None:
 
 def test_of_entries_a_survey_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for those that are forgotten, there is a word for each cluster: a long stream has many more entries."""
-    told: list[int] = []
-    plain = Index._sent
-
-    def counted(self: Index, x: Tensor, like: Tensor | None = None) -> Tensor:
-        told.append(x.shape[-1])
-        return plain(self, x, like)
-
-    monkeypatch.setattr(Index, "_sent", counted)
+    told: list[int] = heard(monkeypatch, Index, "_sent", lambda index, x, *_: x.shape[-1])
     tree, data = tree_of(), plant(runs(400))
     # A device of which nothing can be read back.
     index = index_of(tree, "meta", fresh=True)

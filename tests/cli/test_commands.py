@@ -226,26 +226,6 @@ def test_what_was_measured_is_printed_when_something_breaks(
     assert not told["complete"] and [line["task"] for line in told["lines"]] == ["V-NIAH"]
 
 
-@pytest.mark.parametrize("form", [(), ("--json",)])
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("needle", "--frames", 8),
-        ("caption", "--frames", 8),
-        ("table", "--max-tokens", 128),
-        ("haystack", "--frames", 8, "--depths", 1),
-    ],
-)
-def test_an_error_before_the_first_answer_is_told_alone(
-    call: Call, ov: str, tmp_path: Path, command: tuple[object, ...], form: tuple[str, ...]
-) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("dense_layers: [99]")
-    status, out, err = call("eval", *command, "--recipe", recipe, "--model", ov, "--samples", 1, *form)
-    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
-    assert "there is no layer 99" in err
-
-
 def test_version_and_help(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     from mmaccel import __version__
     from mmaccel_lab.cli import main as lab

@@ -25,7 +25,6 @@ ERRORS: dict[str, tuple[str, str]] = {
     "a folder": ("ask FOLDER hi --model OV", "is a folder, not a video"),
     "no question": ("ask CLIP", "Missing argument"),
     "empty question": ("ask CLIP ' ' --model OV", "the question is empty; ask something."),
-    "unknown recipe": ("ask CLIP hi --model OV --recipe gird", "did you mean 'grid'?"),
     "no recipe file": ("ask CLIP hi --model OV --recipe no.yaml", "there is no file 'no.yaml'"),
     "same recipe": ("ask CLIP hi --recipe grid --recipe grid", "recipe 'grid' is given twice"),
     "no draft": (

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from mmaccel.core.errors import StoreError
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -213,21 +211,6 @@ def test_the_command(call: Callable[..., tuple[int, str, str]], ov: str, tmp_pat
     ):
         status, out, err = call(*base, *wrong)
         assert status == 2 and out == "" and match in err and err.count("\n") == 1, err
-
-
-@pytest.mark.parametrize("form", [(), ("--json",)])
-def test_an_error_before_the_first_answer_is_told_alone(
-    call: Callable[..., tuple[int, str, str]], ov: str, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
-) -> None:
-    from mmaccel_lab.eval import stream
-
-    def broken(*_: object, **__: object) -> Iterator[stream.Shot]:
-        raise StoreError("the host's memory is full.")
-        yield
-
-    monkeypatch.setattr(stream, "shots", broken)
-    status, out, err = call("eval", "stream", "--model", ov, "--frames", 20, "--worlds", 1, *form)
-    assert (status, out, err) == (2, "", "error: the host's memory is full.\n")
 
 
 def heads(out: str) -> list[str]:

@@ -186,7 +186,6 @@ def test_a_picture_is_written_whole_and_where_it_is_said(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("search OV --out TMP/t.json", "--video: name at least one video file"),
         ("search OV --video none.mp4 --out TMP/t.json", "there is no file none.mp4"),
         ("search OV --video CLIP --out TMP/no/t.json", "does not exist; create it first."),
         ("search OV --video CLIP --out TMP/t.json --boundaries q", "unknown boundary type"),
@@ -197,9 +196,7 @@ def test_a_picture_is_written_whole_and_where_it_is_said(
         ("draw TABLE --out TMP/m.xyz", "end the name in .svg, .png or .pdf."),
         ("draw TABLE --out TMP/no/m.svg", "does not exist; create it first."),
         ("draw heads --model OV --video CLIP --out TMP/h --format gif", "unknown format 'gif'"),
-        ("draw heads --model OV --out TMP/h", "--video: name at least one"),
         ("draw heads --model OV --video CLIP --out TABLE", "is a file; give a folder"),
-        ("draw heads --model OV --video CLIP --out TMP/h --layer 99", "there is no 99"),
     ],
 )
 def test_errors_are_one_sentence(

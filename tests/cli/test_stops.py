@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mmaccel.cli import console
+from mmaccel.core.errors import StoreError
 from tests import SOURCES
 
 Call = Callable[..., tuple[int, str, str]]
@@ -60,9 +61,14 @@ def after(
     return stopped
 
 
-@pytest.mark.parametrize(("stop", "code"), STOPS)
+def full() -> None:
+    """An error that a user can make."""
+    raise StoreError("the host's memory is full.")
+
+
+@pytest.mark.parametrize(("stop", "code"), [*STOPS, pytest.param(full, 2, id="error")])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_stop_before_the_first_answer_is_told(
+def test_an_end_before_the_first_answer_is_told_alone(
     name: str, stop: Stop, code: int, call: Call, ov: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, function = COMMANDS[name]
@@ -72,12 +78,14 @@ def test_a_stop_before_the_first_answer_is_told(
         "caption": ("--frames", 8),
         "haystack": ("--recipe", "dense", "--frames", 16),
         "stream": ("--frames", 20),
-        "demo": ("--worlds", 1, "--recipe", "grid", "--json"),
+        "demo": ("--worlds", 1, "--recipe", "grid"),
     }
     words = ("demo",) if name == "demo" else ("eval", name)
-    status, out, err = call(*words, "--model", ov, *how.get(name, ()))
-    assert (status, err) == (code, "stopped: nothing was answered.\n")
-    assert name == "demo" or out == ""
+    said = "error: the host's memory is full.\n" if stop is full else "stopped: nothing was answered.\n"
+    for form in ((), ("--json",)) if stop is full else (("--json",) * (name == "demo"),):
+        status, out, err = call(*words, "--model", ov, *how.get(name, ()), *form)
+        assert (status, err) == (code, said)
+        assert (name == "demo" and stop is not full) or out == ""
 
 
 @pytest.mark.parametrize(("stop", "code"), STOPS)

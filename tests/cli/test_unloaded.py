@@ -25,7 +25,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a layer of a table": ((*ASK, "TABLE"), "table has layer 8; the model has layers 0 to 2"),
     "a layer to draw": (
         ("draw", "heads", "--video", "CLIP", "--model", "OV", "--out", "x", "--layer", "9"),
-        "--layer",
+        "--layer: there is no 9",
     ),
     "of captions": (
         ("caption", "CLIP", "--model", "OV", "--recipe", "PAIR", "--draft", "OV"),

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "examples"
+from tests.examples import EXAMPLES
 
 
 def run(name: str) -> tuple[dict[str, Any], str]:
     """The names that the cells leave behind, and what they print."""
-    cells = json.loads((FOLDER / name).read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))["cells"]
     names: dict[str, Any] = {}
     with redirect_stdout(io.StringIO()) as said:
         for cell in cells:

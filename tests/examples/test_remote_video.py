@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 import mmaccel
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
+from tests.examples import example
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "remote_video.py"
 SPARSE = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
 TOLD: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
@@ -70,10 +68,7 @@ class StandIn(Qwen2ForCausalLM):
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("remote_video", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = example("remote_video")
     yield module
     registry("model")._classes.pop(module.KIND)
 

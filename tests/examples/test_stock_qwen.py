@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,9 +13,8 @@ import torch
 
 import mmaccel
 from mmaccel import media
+from tests.examples import EXAMPLES, example
 from tests.media.films import write_film
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "stock_qwen.py"
 
 
 @pytest.fixture
@@ -35,11 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(utils, "VIDEO_READER_BACKENDS", {"torchvision": by_pyav})
     monkeypatch.setattr(utils, "FORCE_QWENVL_VIDEO_READER", "torchvision")
     utils.get_video_reader_backend.cache_clear()
-    spec = importlib.util.spec_from_file_location("stock_qwen", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("stock_qwen")
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen", "tiny-qwen3", "tiny-hybrid"])
@@ -74,5 +68,9 @@ def test_the_line_changes_no_token_and_reaches_the_model(
 
 def test_the_script_is_a_stock_one_but_for_the_line() -> None:
     """What is ours in it: an import, and one line."""
-    lines = [line for line in SCRIPT.read_text(encoding="utf-8").splitlines() if "mmaccel" in line]
+    lines = [
+        line
+        for line in (EXAMPLES / "stock_qwen.py").read_text(encoding="utf-8").splitlines()
+        if "mmaccel" in line
+    ]
     assert lines == ["import mmaccel", "    with mmaccel.accelerate(model, recipe):  # the line"]

@@ -145,19 +145,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a few steps with its checkpoint and its export."""
     runs = tmp_path_factory.mktemp("runs")
     out = runs / NAME
-    options = Options(
-        name=NAME,
-        out=out,
-        seconds=600,
-        began=time.monotonic(),
-        steps=40,
-        stop_at=2 / 40,
-        seed=5,
-        budget=6,
-        longest=4,
-        quick=False,
-    )
-    trainer = Trainer(options)
+    trainer = Trainer(_options(out, stop_at=2 / 40, seed=5))
     trainer.slowdown = 0.7
     trainer.run()
     assert main(["export", str(out), str(out / "export")]) == 0
@@ -165,10 +153,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint_keeps_its_pace_and_options(run: Path, tmp_path: Path) -> None:
-    options = Options(
-        name=NAME, out=tmp_path, seconds=1, began=0.0, steps=40, resume=run, budget=6, longest=4
-    )
-    assert Trainer(options).slowdown == 0.7
+    assert Trainer(_options(tmp_path, resume=run)).slowdown == 0.7
     text = (run / "export" / "README.md").read_text()
     assert "seed 5, videos of up to 4 frames" in text
     assert json.loads((run / "export" / "curve.json").read_text())["options"]["seed"] == 5

@@ -28,6 +28,7 @@ from .token_streams import (
     places,
     raw,
     run,
+    same,
     share,
     turned,
     watch,
@@ -124,9 +125,7 @@ def test_how_the_stream_is_cut_changes_nothing(step: int, axes: int) -> None:
     watched(state, 17, step)
     watched(watched(state, 20, step), CLIP, step)
     watched(whole, 37 + CLIP, CLIP)
-    for ours, theirs in zip(state._held, whole._held, strict=True):
-        assert ours is not None and theirs is not None
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert same(state, whole)
     ask = StreamPass(kind="question", rows=4, words=(1, 3), room=3)
     for ours, theirs in zip(
         *(run(s, ask, lambda layer: words(layer, 4, 0)) for s in (state, whole)), strict=True
@@ -241,9 +240,7 @@ def test_questions_and_broken_passes_leave_the_stream_as_it_was() -> None:
     state.restore(mark)
     for memory in (state, plain):
         watched(memory, CLIP)
-    for ours, theirs in zip(state._held, plain._held, strict=True):
-        assert ours is not None and theirs is not None
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert same(state, plain)
     ours, theirs = state.counters(), plain.counters()
     assert {**ours, "pages": 0.0, "questions": 0.0} == theirs
     state.reset()

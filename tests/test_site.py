@@ -231,8 +231,5 @@ def test_the_command_line_takes_what_is_quoted(page: str, line: str) -> None:
 
 def test_quotes_are_found() -> None:
     """A pattern that finds nothing would pass everything."""
-    assert (
-        len(quoted("mmaccel ")) > 15
-        and len(quoted("mmaccel-lab ")) > 4
-        and len(quoted(r"bench/\w+\.py")) > 15
-    )
+    assert len(quoted("mmaccel ")) > 15 and len(quoted("mmaccel-lab ")) > 4
+    assert len(quoted(r"bench/\w+\.py")) > 15

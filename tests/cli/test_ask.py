@@ -35,12 +35,8 @@ def test_ask_gives_one_object(call: Call, clip: str, ov: str) -> None:
     assert status == 0 and err == ""
     assert set(told) >= FIGURES | {"recipe", "model", "frames", "prompt_tokens", "heads", "question", "video"}
     assert told["frames"] == 64 and 64 * 16 < told["prompt_tokens"] < 64 * 16 + 40
-    assert (
-        told["recipe"] == "dense"
-        and told["kept"] == 1.0
-        and told["ttft_s"] > 0
-        and told["peak_bytes"] > 1 << 20
-    )
+    assert told["recipe"] == "dense" and told["kept"] == 1.0 and told["ttft_s"] > 0
+    assert told["peak_bytes"] > 1 << 20
     assert 1 <= told["new_tokens"] <= 4 and "dense" not in told and "runs" not in told
     assert told["video_tokens"] == {"prompt": 64 * 16} and told["draft"] is None
     seen = told["prompt_tokens"] + told["new_tokens"] - 1

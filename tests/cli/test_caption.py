@@ -41,9 +41,8 @@ def test_caption_gives_one_object(call: Call, clip: str, pair: str, recipe: str)
     assert told["same"] and told["certificate"] is None and told["failed"] is None
     assert told["steps"] > 0 and told["rounds"] > 0 and told["tokens"] == 20
     # The draft has the target's weights: at the least its guesses are not all refused.
-    assert (
-        "kept" not in told and told["accepted_length"] > 0 and told["a_step"] > 1 and 0 < told["share"] <= 1
-    )
+    assert "kept" not in told and told["accepted_length"] > 0 and told["a_step"] > 1
+    assert 0 < told["share"] <= 1
     assert told["speedup"] > 0 and told["floor_tokens_per_s"] > 0 and told["text"]
 
 
@@ -95,9 +94,8 @@ def test_the_pipeline_runs_in_its_own_process(call: Call, clip: str, pair: str) 
     status, out, _ = call("caption", clip, "--model", pair, "--json", "--no-compare", *SHORT, *LONG)
     told = json.loads(out)
     assert status == 0 and told["recipe"] == "parallelvlm" and told["failed"] is None
-    assert (
-        told["speedup"] is None and told["counters"]["draft_step_s"] > 0 and told["counters"]["drafted"] > 0
-    )
+    assert told["speedup"] is None and told["counters"]["draft_step_s"] > 0
+    assert told["counters"]["drafted"] > 0
 
 
 def test_a_recipe_that_drafts_nothing_is_refused(call: Call, clip: str, pair: str) -> None:

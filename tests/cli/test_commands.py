@@ -67,9 +67,8 @@ def test_describe_knows_the_words_of_policies(call: Call) -> None:
     assert status == 0 and all(
         f"beside (of draft {name})" in out for name in ("parallel", "sequential", "tree")
     )
-    assert (
-        out.count("\n  model: ") == 3 and "the folder beside the target's with its name and ``-draft``" in out
-    )
+    assert out.count("\n  model: ") == 3
+    assert "the folder beside the target's with its name and ``-draft``" in out
     status, out, _ = call("describe", "averaging")
     assert status == 0 and "averaging (of prune fastv)" in out
     assert "FastV.averaging(share: float, depth: int, layer: int = 2)" in out and "on average over" in out

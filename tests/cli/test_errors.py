@@ -142,12 +142,8 @@ def test_a_pipe_that_is_silent_from_the_start_names_the_option(call: Call, ov: s
         status, out, err = call("watch", pipe, "--model", ov, "--timeout", "0.5", "--question", "what ?")
     finally:
         os.close(keep_open)
-    assert (
-        (status, out) == (2, "")
-        and err.startswith("error: ")
-        and "--timeout" in err
-        and "media.clips" not in err
-    )
+    assert (status, out) == (2, "") and err.startswith("error: ") and "--timeout" in err
+    assert "media.clips" not in err
 
 
 @pytest.mark.parametrize("question", ["What is written on the sign? " * 20, "What is shown after intro.mp4"])

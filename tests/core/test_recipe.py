@@ -153,10 +153,8 @@ def test_every_path_counts_from_the_folder_of_its_file(
         assert Path(Recipe.load("../there/mine.yaml").kv.folder).resolve() == there / "files"
         assert Recipe.load({"kv": kv}).kv.folder == "files", "there is no file to count from"
     monkeypatch.chdir(there)
-    assert (
-        model("./tiny-ov-draft") == "tiny-ov-draft"
-        and Path(Recipe.load("mine.yaml").draft.model).is_absolute()
-    )
+    assert model("./tiny-ov-draft") == "tiny-ov-draft"
+    assert Path(Recipe.load("mine.yaml").draft.model).is_absolute()
 
 
 def test_choices_replace_fields() -> None:

@@ -215,9 +215,8 @@ def test_a_film_is_ingested_under_a_recipe_as_a_session_does() -> None:
     world, seen = World.generate(3, 30), list[Watch]()
     found = list(shots(model, processor, memories, [world], most=2, told=5, watched=seen.append))
     three, alone, watched = seen
-    assert (
-        three.counters["ingested"] == alone.counters["ingested"] == 30 and "ingested" not in watched.counters
-    )
+    assert three.counters["ingested"] == alone.counters["ingested"] == 30
+    assert "ingested" not in watched.counters
     assert three.kept is not None and alone.kept is None
     assert three.steps is not None and three.steps < 1 == alone.steps and len(alone.caption.split()) == 5
     footage = Footage(model, processor, world, 0.3)

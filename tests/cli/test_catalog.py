@@ -18,12 +18,13 @@ from mmaccel.cli.catalog import DESCRIBED, schema
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import Recipe, check_sequences, names, presets, stream_policy
 from mmaccel.core.registry import registry
+from tests.cli import Call
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "compose.md"
 MARK = "<!-- mmaccel list --pairs -->\n\n"
 
 
-def test_the_page_is_what_recipes_say(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_the_page_is_what_recipes_say(call: Call) -> None:
     told = PAGE.read_text(encoding="utf-8").split(MARK)[1]
     status, out, err = call("list", "--pairs")
     assert (status, err) == (0, "") and out == told, "write the page anew with mmaccel list --pairs"
@@ -90,7 +91,6 @@ def test_two_by_two_is_enough() -> None:
 
 
 jsonschema: Any = pytest.importorskip("jsonschema")
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -162,5 +162,4 @@ def test_every_field_is_there_with_what_is_said_of_it() -> None:
 
 
 def test_the_command_prints_it(call: Call) -> None:
-    status, out, err = call("schema")
-    assert (status, err) == (0, "") and json.loads(out) == json.loads(json.dumps(schema()))
+    assert call.object("schema") == json.loads(json.dumps(schema()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -18,19 +19,12 @@ from mmaccel.backends import flash, select, triton
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import KERNELS
 from tests import SOURCES, python
-
-Call = Callable[..., tuple[int, str, str]]
+from tests.cli import Call
 
 
 @pytest.fixture
 def examined(call: Call) -> Callable[[], dict[str, Any]]:
-    def run() -> dict[str, Any]:
-        status, told, err = call("doctor", "--json")
-        assert status == 0 and err == ""
-        found: dict[str, Any] = json.loads(told)
-        return found
-
-    return run
+    return functools.partial(call.object, "doctor", "--json")
 
 
 @pytest.fixture

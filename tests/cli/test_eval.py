@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Call = Callable[..., tuple[int, str, str]]
+from tests.cli import Call
 
 
 def test_the_command_goes_on_where_it_stopped(call: Call, ov: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     words = ["eval", "haystack", "--model", ov, "--recipe", "dense", "--recipe", "a_shape-short"]
     words += ["--rival", "tri_shape", "--frames", "48", "--depths", "2", "--samples", "1", "--out", str(rows)]
-    status, out, _ = call(*words, "--picture", tmp_path / "maps.svg", "--json")
-    told: dict[str, Any] = json.loads(out)
-    assert status == 0 and told["complete"] and "<svg" in (tmp_path / "maps.svg").read_text()
+    told = call.object(*words, "--picture", tmp_path / "maps.svg", "--json")
+    assert told["complete"] and "<svg" in (tmp_path / "maps.svg").read_text()
     assert [(row["recipe"], row["asked"]) for row in told["rows"]] == [
         ("dense", [1, 1]),
         ("a_shape-short", [1, 1]),
@@ -28,7 +25,7 @@ def test_the_command_goes_on_where_it_stopped(call: Call, ov: str, tmp_path: Pat
     lines = rows.read_text().splitlines()
     # Cut as a full disk would leave it: what is whole is kept, the rest is asked again.
     rows.write_text("\n".join([*lines[:-1], lines[-1][:10]]))
-    assert [json.loads(call(*words, "--json")[1])["rows"] for _ in range(2)] == [told["rows"]] * 2
+    assert [call.object(*words, "--json")["rows"] for _ in range(2)] == [told["rows"]] * 2
     assert rows.read_text().splitlines() == lines
     assert call(*words, "--json", "--seed", 5)[2].startswith("error: --out:")
 
@@ -36,7 +33,7 @@ def test_the_command_goes_on_where_it_stopped(call: Call, ov: str, tmp_path: Pat
 def test_a_rival_that_misses_its_share_is_told(call: Call, ov: str, tmp_path: Path) -> None:
     words = f"eval haystack --model {ov} --recipe a_shape-short --rival sf_strided --rival tri_shape".split()
     words += ["--frames", "48", "--depths", "1", "--samples", "1", "--out", str(tmp_path / "rows.jsonl")]
-    (missed,) = json.loads(call(*words, "--json")[1])["missed"]
+    (missed,) = call.object(*words, "--json")["missed"]
     assert (missed["rival"], missed["frames"], missed["budget"]) == ("sf_strided", 48, False)
     assert missed["share"] < 0.9 * missed["wanted"]
     # The second time both shares come out of the file.
@@ -47,8 +44,8 @@ def test_a_rival_that_misses_its_share_is_told(call: Call, ov: str, tmp_path: Pa
     assert "the mean share of attention computed over the prompts" in " ".join(out.split())
     # The name is that of the run in which the share was set, and a rival's answers stay with it.
     again = [word if word != "a_shape-short" else "dense" for word in words]
-    status, _, err = call(*again)
-    assert status == 2 and err.startswith("error: --level:") and "at the share of a_shape-short" in err
+    err = call.error(*again)
+    assert err.startswith("error: --level:") and "at the share of a_shape-short" in err
     assert told in call("eval", "haystack", "--rows", words[-1], "--level", "dense")[1].splitlines()
 
 
@@ -64,7 +61,7 @@ def test_the_level_of_each_file_is_told(call: Call, ov: str, tmp_path: Path) -> 
     level["share"] /= 2
     files[1].write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["eval", "haystack", "--rows", files[0], "--rows", files[1], "--rows", files[0]]
-    missed = json.loads(call(*given, "--json")[1])["missed"]
+    missed = call.object(*given, "--json")["missed"]
     assert [(one["rival"], one["seed"]) for one in missed] == [("sf_strided", 0), ("sf_strided", 10)]
     assert missed[1]["share"] == level["share"]
     told = [line for line in call(*given)[1].splitlines() if "computes" in line]
@@ -80,7 +77,7 @@ def test_only_what_is_asked_is_shown(call: Call, ov: str, tmp_path: Path) -> Non
     words = ["eval", "haystack", "--model", ov, "--depths", "1", "--out", str(rows), "--recipe", "dense"]
     more = ["--recipe", "a_shape-short", "--rival", "sf_strided", "--frames", "32,48", "--samples", "2"]
     assert call(*words, *more)[0] == 0
-    told = json.loads(call(*words, "--frames", "48", "--samples", "1", "--json")[1])
+    told = call.object(*words, "--frames", "48", "--samples", "1", "--json")
     assert [(row["recipe"], row["frames"], row["asked"]) for row in told["rows"]] == [("dense", 48, [1])]
     assert told["missed"] == [] and told["against"] == {}
     assert told["not_asked"] == {
@@ -94,7 +91,7 @@ def test_only_what_is_asked_is_shown(call: Call, ov: str, tmp_path: Path) -> Non
         f"--rows {rows} shows all."
     )
     assert "sf_strided" not in "".join(out.splitlines()[:-1]) and "computes" not in out
-    assert len(json.loads(call("eval", "haystack", "--rows", rows, "--json")[1])["rows"]) == 6
+    assert len(call.object("eval", "haystack", "--rows", rows, "--json")["rows"]) == 6
 
 
 @pytest.mark.parametrize("content", ["{\n}", '{"seed": 7}', "[1]\n[2]", "\x80\n"])
@@ -104,8 +101,8 @@ def test_another_file_is_told_and_left_as_it_is(
 ) -> None:
     path = tmp_path / "clip.json"
     path.write_bytes(content.encode("latin-1"))
-    status, out, err = call("eval", "haystack", "--model", ov, "--recipe", "dense", option, path)
-    assert (status, out) == (2, "") and err.startswith(f"error: {option}: {path} ") and err.count("\n") == 1
+    err = call.error("eval", "haystack", "--model", ov, "--recipe", "dense", option, path)
+    assert err.startswith(f"error: {option}: {path} ")
     assert "holds no haystack" in err and path.read_bytes() == content.encode("latin-1")
 
 
@@ -119,7 +116,7 @@ def test_processes_share_the_work(call: Call, ov: str, tmp_path: Path) -> None:
     assert set(first["environment"]) >= {"command", "device", "dtype", "torch"}
     assert first["settings"]["compress"] == "visionzip"
     given = ["--rows", files[0], "--rows", files[1], "--level", "a_shape-short"]
-    told = json.loads(call("eval", "haystack", *given, "--picture", tmp_path / "maps.svg", "--json")[1])
+    told = call.object("eval", "haystack", *given, "--picture", tmp_path / "maps.svg", "--json")
     assert [(row["recipe"], row["asked"]) for row in told["rows"]] == [("dense", [2]), ("a_shape-short", [2])]
     assert told["against"]["dense"]["asked"] == 2 and "<svg" in (tmp_path / "maps.svg").read_text()
     # Two thirds of the video tokens are dropped before both.
@@ -127,13 +124,11 @@ def test_processes_share_the_work(call: Call, ov: str, tmp_path: Path) -> None:
     # One file after the other is a file too; answers that stand in it twice count once.
     both = tmp_path / "both.jsonl"
     both.write_text("".join(file.read_text() for file in [*files, files[0]]))
-    assert (
-        json.loads(call("eval", "haystack", *given[4:], "--rows", both, "--json")[1])["rows"] == told["rows"]
-    )
+    assert call.object("eval", "haystack", *given[4:], "--rows", both, "--json")["rows"] == told["rows"]
     other = tmp_path / "other.jsonl"
     assert call(*words[:-2], "--out", other)[0] == 0
-    status, out, err = call("eval", "haystack", *given, "--rows", other)
-    assert (status, out) == (2, "") and err.startswith("error: --rows:") and "other settings" in err
+    err = call.error("eval", "haystack", *given, "--rows", other)
+    assert err.startswith("error: --rows:") and "other settings" in err
 
 
 def test_a_searched_recipe_is_asked_without_its_boundaries(call: Call, tmp_path: Path) -> None:
@@ -141,7 +136,7 @@ def test_a_searched_recipe_is_asked_without_its_boundaries(call: Call, tmp_path:
     words = ["eval", "haystack", "--recipe", "searched", "--frames", "48", "--depths", "1", "--samples", "1"]
     for name in ("without_boundaries", "without_tail", "without_both"):
         words += ["--rival", name]
-    told = json.loads(call(*words, "--documents", "--out", rows, "--json")[1])
+    told = call.object(*words, "--documents", "--out", rows, "--json")
     found = {row["recipe"]: row["kept"] for row in told["rows"]}
     assert abs(found["without_boundaries"] / found["searched"] - 1) < 0.05
     assert found["without_tail"] < found["searched"] - 0.01
@@ -167,26 +162,23 @@ def test_a_searched_recipe_is_asked_without_its_boundaries(call: Call, tmp_path:
     ],
 )
 def test_errors_are_one_sentence(more: list[str], words: str, call: Call, ov: str) -> None:
-    status, out, err = call("eval", "haystack", "--model", ov, *more)
-    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert words in call.error("eval", "haystack", "--model", ov, *more)
 
 
-def test_the_command(call: Callable[..., tuple[int, str, str]], ov: str, tmp_path: Path) -> None:
+def test_the_command(call: Call, ov: str, tmp_path: Path) -> None:
     base = ("eval", "stream", "--model", ov, "--frames", 20, "--worlds", 1, "--window", 6)
     memory = tmp_path / "few.yaml"
     memory.write_text("kv: {name: rekv, frames: 3}\n")
     options = ("--budgets", "4", "--memory", "recent", "--memory", memory, "--kind", "needle")
-    status, out, err = call(*base, *options, "--json", "--out", tmp_path / "shots.jsonl")
-    assert (status, err) == (0, "")
-    told = json.loads(out)
+    told = call.object(*base, *options, "--json", "--out", tmp_path / "shots.jsonl")
     assert told["complete"] and {row["memory"] for row in told["rows"]} == {"recent", "few"}
     assert told["paired"][0]["memory"] == "recent" and told["paired"][0]["rival"] == "few"
     lines = (tmp_path / "shots.jsonl").read_text().splitlines()
     assert len(lines) == sum(row["questions"] for row in told["rows"] if row["kind"] == "all")
     equal = ("--memory", "mosaic local=0 reps=0", "--memory", "rekv")
-    status, out, _ = call(*base, "--budgets", "4", *equal, "--kind", "needle", "--json")
-    same = [row for row in json.loads(out)["rows"] if row["kind"] == "all"]
-    assert status == 0 and [row["memory"] for row in same] == ["mosaic local=0 reps=0", "rekv"]
+    told = call.object(*base, "--budgets", "4", *equal, "--kind", "needle", "--json")
+    same = [row for row in told["rows"] if row["kind"] == "all"]
+    assert [row["memory"] for row in same] == ["mosaic local=0 reps=0", "rekv"]
     assert same[0]["seen"] == pytest.approx(same[1]["seen"]), "what a question sees is as much for both"
     status, out, _ = call(*base, "--budgets", "4", "--memory", "recent", "--kind", "needle")
     assert status == 0 and all(word in out for word in ("recent", "mean of", "kinds"))
@@ -209,8 +201,7 @@ def test_the_command(call: Callable[..., tuple[int, str, str]], ov: str, tmp_pat
         (("--kind", "count"), "count"),
         (("--out", tmp_path), "--out"),
     ):
-        status, out, err = call(*base, *wrong)
-        assert status == 2 and out == "" and match in err and err.count("\n") == 1, err
+        assert match in call.error(*base, *wrong)
 
 
 def heads(out: str) -> list[str]:

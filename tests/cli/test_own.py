@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from mmaccel import check_policy, list_policies
 from mmaccel.cli.program import bring
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
+from tests.cli import Call
 
 ROOT = Path(__file__).parents[2]
-Call = Callable[..., tuple[int, str, str]]
 
 MINE = '''
 """A pattern, and a memory of streams."""
@@ -92,23 +91,19 @@ def test_the_examples_run_by_name(call: Call, examples: Path, clip: str, ov: str
     words = ("--model", ov, "--max-new-tokens", 6, "--json")
     told = {}
     for name in ("dense", "every_fourth", "echo", "longest"):
-        status, out, err = call("--import", examples, "ask", clip, "hi", "--recipe", name, *words)
-        assert (status, err) == (0, "")
-        told[name] = json.loads(out)
+        told[name] = call.object("--import", examples, "ask", clip, "hi", "--recipe", name, *words)
     assert told["every_fourth"]["kept"] < 0.8 < told["dense"]["kept"] == 1.0
-    assert told["echo"]["answer"] == told["dense"]["answer"] and "warning" not in err
+    assert told["echo"]["answer"] == told["dense"]["answer"]
     question = ("--recipe", "every_tenth", "--question", "hi")
-    status, out, err = call("--import", examples, "watch", clip, *question, *words)
-    assert status == 0 and "every_tenth" in out, err
+    assert "every_tenth" in call.text("--import", examples, "watch", clip, *question, *words)
 
 
 def test_list_describe_and_the_schema_know_it(call: Call, own: Path) -> None:
     assert '"mine"' not in call("schema")[1]
-    status, out, err = call("--import", own, "list", "--json")
-    assert (status, err) == (0, "")
-    assert "mine" in json.loads(out)["sparse"] and "my_memory" in json.loads(out)["kv"]
-    status, out, _ = call("--import", own, "describe", "mine")
-    assert status == 0 and "a window of my own" in out and "window: int = 96" in out
+    told = call.object("--import", own, "list", "--json")
+    assert "mine" in told["sparse"] and "my_memory" in told["kv"]
+    out = call.text("--import", own, "describe", "mine")
+    assert "a window of my own" in out and "window: int = 96" in out
     assert '"mine"' in call("--import", own, "schema")[1]
 
 
@@ -118,9 +113,7 @@ def test_ask_runs_it_by_name_and_by_file(call: Call, own: Path, clip: str, ov: s
     kept = []
     for text in ("dense", "mine", recipe):
         words = ("ask", clip, "hi", "--model", ov, "--recipe", text, "--max-new-tokens", 1, "--json")
-        status, out, err = call("--import", own, *words)
-        assert (status, err) == (0, "")
-        kept.append(json.loads(out)["kept"])
+        kept.append(call.object("--import", own, *words)["kept"])
     assert kept[0] == 1.0 > kept[1] > kept[2]
 
 
@@ -129,8 +122,7 @@ def test_watch_and_eval_know_it(call: Call, own: Path, clip: str, ov: str) -> No
     status, _, err = call("--import", own, "eval", "needle", *words)
     assert status in (0, 1) and "error" not in err
     words = f"{clip} --model {ov} --recipe my_memory --max-new-tokens 1 --question hi --json".split()
-    status, out, err = call("--import", own, "watch", *words)
-    assert status == 0 and "hi" in out, err
+    assert "hi" in call.text("--import", own, "watch", *words)
 
 
 WRONG = {
@@ -152,9 +144,8 @@ def test_what_is_wrong_is_one_sentence(
     text, words = WRONG[name]
     own.write_text(text, encoding="utf-8")
     given = {"not there": "none.py", "no module": "no_such.module"}.get(name, own.name)
-    status, out, err = call("--import", given, "list")
-    assert (status, out) == (2, "")
-    assert err.startswith("error: --import") and words in err and err.count("\n") == 1, err
+    err = call.error("--import", given, "list")
+    assert err.startswith("error: --import") and words in err
 
 
 def test_a_name_that_is_another_modules_is_refused(call: Call, tmp_path: Path) -> None:

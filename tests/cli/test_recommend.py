@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-
 import pytest
 
 from mmaccel.cli.choices import size
+from tests.cli import Call
 
-Call = Callable[..., tuple[int, str, str]]
 FILM = ("recommend", "--minutes", "60", "--questions", "5", "--device", "h200", "--host-memory", "64GB")
 
 
@@ -21,13 +18,13 @@ def test_it_names_one_preset_and_says_what_does_not_fit(call: Call) -> None:
 
 
 def test_json_has_each_preset(call: Call) -> None:
-    told = json.loads(call(*FILM, "--memory", "80GiB", "--draft", "qwen2.5-vl-3b", "--json")[1])
+    told = call.object(*FILM, "--memory", "80GiB", "--draft", "qwen2.5-vl-3b", "--json")
     assert set(told["presets"]) == {"exact", "long-video", "film-many-questions", "captions", "everything"}
     assert told["frames"] == 1800 and told["take"] in told["presets"]
     assert told["presets"][told["take"]]["fits"]
-    live = json.loads(call(*FILM, "--live", "--frames", "40", "--json")[1])
+    live = call.object(*FILM, "--live", "--frames", "40", "--json")
     assert live["take"] == "stream" and live["frames"] == 40
-    only = json.loads(call(*FILM, "--lossless", "--json")[1])
+    only = call.object(*FILM, "--lossless", "--json")
     assert set(only["presets"]) == {"exact"}
 
 
@@ -42,9 +39,7 @@ def test_json_has_each_preset(call: Call) -> None:
     ],
 )
 def test_a_wrong_option_is_one_sentence(call: Call, option: tuple[str, str], said: str) -> None:
-    status, out, err = call(*FILM, *option)
-    assert status == 2 and out == "" and said in err, err
-    assert len(err.strip().splitlines()) == 1
+    assert said in call.error(*FILM, *option)
 
 
 def test_sizes_are_decimal_or_binary() -> None:

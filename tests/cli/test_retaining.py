@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.core.streams import sources
-
-Call = Callable[..., tuple[int, str, str]]
+from tests.cli import Call
 
 
 def test_a_camera_is_opened_again(call: Call, clip: str, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +40,8 @@ def test_a_camera_is_opened_again(call: Call, clip: str, ov: str, monkeypatch: p
     assert [one["asked_at"] for one in told["answers"]] == pytest.approx([40.0], abs=1.0)
     opened.clear()
     monkeypatch.setattr(media, "clips", real)
-    status, _, err = call(*("watch", clip, *words[2:]), "--reconnect")
-    assert status == 2 and "--reconnect:" in err and "is a file, which is read once" in err
+    err = call.error(*("watch", clip, *words[2:]), "--reconnect")
+    assert "--reconnect:" in err and "is a file, which is read once" in err
 
 
 def test_frames_are_let_go_of(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
@@ -51,9 +49,8 @@ def test_frames_are_let_go_of(call: Call, clip: str, ov: str, tmp_path: Path) ->
     kv.write_text("kv: {name: rekv, window: 4}\n")
     words = "watch", clip, "--model", ov, "--fps", 1, "--live", "--recipe", kv, "--clip", 4
     how = "--keep-seconds", 10, "--save", tmp_path / "s"
-    status, out, _ = call(*words, *how, "--question", "what is shown ?", "--json")
-    told = json.loads(out)
-    assert status == 0 and told["recipe"]["kv"]["keep_seconds"] == 10
+    told = call.object(*words, *how, "--question", "what is shown ?", "--json")
+    assert told["recipe"]["kv"]["keep_seconds"] == 10
     (gone,) = told["let_go"]
     assert gone["kind"] == "let_go" and gone["seconds"] == pytest.approx(told["seconds"] - 11, abs=1e-6)
     assert told["counters"]["let_go"] == 53 and all(
@@ -61,12 +58,11 @@ def test_frames_are_let_go_of(call: Call, clip: str, ov: str, tmp_path: Path) ->
     )
     status, _, err = call(*words, "--keep-seconds", 10)
     assert status == 0 and "let go of frames of 52 s, up to 52 s" in err
-    status, _, err = call("watch", "--load", tmp_path / "s", "--model", ov, "--keep-seconds", 10)
-    assert status == 2 and "a saved session has its own" in err
+    err = call.error("watch", "--load", tmp_path / "s", "--model", ov, "--keep-seconds", 10)
+    assert "a saved session has its own" in err
     # Each frame's keys and values, of all layers, are some ten thousand bytes.
-    status, out, _ = call(*words, "--host-bytes", "200KB", "--json")
-    told = json.loads(out)
-    assert status == 0 and told["recipe"]["kv"]["spill"] == "drop_oldest"
+    told = call.object(*words, "--host-bytes", "200KB", "--json")
+    assert told["recipe"]["kv"]["spill"] == "drop_oldest"
     assert 0 < told["counters"]["host_bytes"] <= 200_000 and told["let_go"]
 
 
@@ -87,8 +83,7 @@ def test_frames_are_let_go_of(call: Call, clip: str, ov: str, tmp_path: Path) ->
     ],
 )
 def test_what_cannot_be(call: Call, clip: str, words: tuple[Any, ...], says: str) -> None:
-    status, _, err = call(*(clip if word == "CLIP" else word for word in words))
-    assert status == 2 and says in err
+    assert says in call.error(*(clip if word == "CLIP" else word for word in words))
 
 
 def test_a_server_has_one_cap_for_all(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ import pytest
 from mmaccel.cli import draw
 from mmaccel.search import replayed
 from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern
-
-Call = Callable[..., tuple[int, str, str]]
+from tests.cli import Call
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +50,8 @@ def test_search_writes_a_table(table: Path) -> None:
 def test_ask_runs_it_and_names_each_head(table: Path, call: Call, ov: str, tmp_path: Path, clip: str) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
-    status, out, err = call(
-        "ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1, "--json"
-    )
-    assert status == 0, err
-    told = json.loads(out)
+    asked = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1, "--json")
+    told = json.loads(call.text(*asked))
     found = json.loads(table.read_text())
     names = [name for layer in told["patterns"] for name in layer]
     assert told["heads"] == {name: names.count(name) for name in set(names)} and told["kept"] < 1
@@ -78,8 +74,7 @@ def test_what_ask_ran_is_drawn_as_a_table_is(
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
     asked = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1)
-    status, out, _ = call(*asked)
-    assert status == 0 and "mmaccel draw FILE --out heads.svg" in out
+    assert "mmaccel draw FILE --out heads.svg" in call.text(*asked)
     (tmp_path / "run.json").write_text(call(*asked, "--json")[1])
     for what, name in ((table, "table"), (tmp_path / "run.json", "run")):
         assert call("draw", what, "--out", tmp_path / f"{name}.svg")[0] == 0
@@ -87,8 +82,8 @@ def test_what_ask_ran_is_drawn_as_a_table_is(
     cells = [[one for one in text.split("<path")[1:] if "fill: #" in one] for text in drawn]
     assert len(cells[0]) == len(cells[1]) > 8 and drawn[1].count("q_boundary") == 1
     (tmp_path / "run.json").write_text('{"patterns": {"grid": 3}}')
-    status, out, err = call("draw", tmp_path / "run.json", "--out", tmp_path / "run.svg")
-    assert (status, out) == (2, "") and "holds no head patterns" in err
+    err = call.error("draw", tmp_path / "run.json", "--out", tmp_path / "run.svg")
+    assert "holds no head patterns" in err
 
 
 def test_search_names_heads_as_a_report_does(
@@ -106,11 +101,10 @@ def test_search_names_heads_as_a_report_does(
 def test_a_sample_is_cut_to_its_bound(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     arguments = ("--boundaries", "no_boundary", "--cost", "pairs", "--block", 16, "--device", "cpu")
-    status, out, _ = call(
+    told = call.object(
         "search", ov, "--video", clip, "--max-tokens", 300, "--out", path, *arguments, "--json"
     )
-    told = json.loads(out)
-    assert status == 0 and 250 < told["tokens"] <= 300 and told["heads"] == sum(told["boundaries"].values())
+    assert 250 < told["tokens"] <= 300 and told["heads"] == sum(told["boundaries"].values())
     assert json.loads(path.read_text())["sample"]["frames"] < 20
 
 
@@ -157,27 +151,24 @@ def test_a_missing_matplotlib_is_told(
         return plain(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
-    assert (status, out) == (2, "")
+    err = call.error("draw", table, "--out", tmp_path / "map.svg")
     assert err == "error: pictures need matplotlib; pip install matplotlib.\n"
 
 
 def test_a_picture_is_written_whole_and_where_it_is_said(
     call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, out, err = call("draw", table, "--out", tmp_path / "map")
-    assert (status, out) == (2, "") and "end the name in .svg, .png or .pdf" in err
-    status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
-    assert status == 0 and (tmp_path / "map.svg").stat().st_size > 1000
+    assert "end the name in .svg, .png or .pdf" in call.error("draw", table, "--out", tmp_path / "map")
+    call.text("draw", table, "--out", tmp_path / "map.svg")
     before = (tmp_path / "map.svg").read_bytes()
+    assert len(before) > 1000
 
     def full(self: Any, path: Path, **more: Any) -> None:
         Path(path).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
-    assert (status, out) == (2, "") and "no space is left" in err
+    assert "no space is left" in call.error("draw", table, "--out", tmp_path / "map.svg")
     assert (tmp_path / "map.svg").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [
         "map.svg"
     ]
@@ -203,9 +194,7 @@ def test_errors_are_one_sentence(
     arguments: str, words: str, call: Call, ov: str, clip: str, table: Path, tmp_path: Path
 ) -> None:
     given = {"OV": ov, "CLIP": clip, "TABLE": str(table), "TMP": str(tmp_path)}
-    status, out, err = call(*(given.get(a, a.replace("TMP", str(tmp_path))) for a in arguments.split()))
-    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
-    assert words in err
+    assert words in call.error(*(given.get(a, a.replace("TMP", str(tmp_path))) for a in arguments.split()))
 
 
 def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
@@ -213,8 +202,8 @@ def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: 
     how = f"--out {path} --boundaries no_boundary --cost pairs --block 16 --device cpu --max-tokens 300"
     arguments = ("search", ov, "--video", clip, *how.split())
     with SearchProgress.alone(tmp_path / "t.json.parts"):
-        status, out, err = call(*arguments)
-        assert (status, out) == (2, "") and not path.exists()
+        err = call.error(*arguments)
+        assert not path.exists()
         told = (
             f"another search is at work in {tmp_path}/t.json.parts; wait for its end, or give another --out."
         )
@@ -230,8 +219,8 @@ def test_a_table_of_another_model_is_refused(
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
     other = random_folder("tiny-qwen-draft")
-    status, out, err = call("ask", clip, "hi", "--model", other, "--recipe", recipe)
-    assert (status, out) == (2, "") and "was searched on another model" in err
+    err = call.error("ask", clip, "hi", "--model", other, "--recipe", recipe)
+    assert "was searched on another model" in err
 
 
 @pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])

@@ -17,8 +17,7 @@ import pytest
 from mmaccel.cli import console
 from mmaccel.core.errors import StoreError
 from tests import SOURCES
-
-Call = Callable[..., tuple[int, str, str]]
+from tests.cli import Call
 
 COMMANDS = {
     "needle": ("mmaccel_lab.eval.needle", "judge"),
@@ -99,7 +98,7 @@ def test_a_stopped_haystack_shows_what_there_is(
     status, out, err = call(*words, "--out", tmp_path / "rows.jsonl")
     assert status == code and "accuracy" in out and "dense" in out
     assert err == "stopped: these are the answers so far; the same command goes on from what --out holds.\n"
-    assert json.loads(call(*words, "--json")[1])["complete"] is False
+    assert call.object(*words, "--json")["complete"] is False
 
 
 @pytest.mark.parametrize(("stop", "code"), STOPS)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-Call = Callable[..., tuple[int, str, str]]
+from tests.cli import Call
 
 ASK = ("ask", "CLIP", "hi", "--model", "OV", "--recipe")
 EVALS = ("needle", "caption", "table", "haystack")
@@ -87,8 +86,7 @@ def test_it_is_told_unloaded(
         stand[file] = str(tmp_path / f"{file}.yaml")
         Path(stand[file]).write_text(text + "\n")
     arguments, words = WRONG[name]
-    status, out, err = call(*(stand.get(one, one) for one in arguments), "--device", "cpu")
-    assert (status, out) == (2, "") and words in err and err.count("\n") == 1, err
+    assert words in call.error(*(stand.get(one, one) for one in arguments), "--device", "cpu")
 
 
 def test_a_hub_that_is_not_reached_is_no_wrong_name(
@@ -105,8 +103,7 @@ def test_a_hub_that_is_not_reached_is_no_wrong_name(
             raise kind("no")
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-        status, out, err = call("ask", clip, "hi", "--model", "owner/name")
-        assert (status, out) == (2, "") and err.count("\n") == 1
+        err = call.error("ask", clip, "hi", "--model", "owner/name")
         told.append(err)
     assert "is not on this machine, and the hub, which may have it, cannot be reached" in told[0]
     assert "is neither a folder here nor a model that the hub gives; check the name" in told[1]
@@ -125,5 +122,4 @@ def test_a_family_that_is_not_supported_is_told_unloaded(
         for path in folder.glob("*processor_config.json"):
             path.unlink()
     (folder / "model.safetensors").unlink()
-    status, out, err = call("ask", clip, "hi", "--model", folder)
-    assert (status, out) == (2, "") and f"model type '{kind}' is not supported" in err
+    assert f"model type '{kind}' is not supported" in call.error("ask", clip, "hi", "--model", folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from mmaccel.cli.console import bars
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media import reader
 from mmaccel.media.preprocess import Pixels, size_of
+from tests.cli import Call
 from tests.media.films import numbers, write_film
 
 SQUARE = Pixels(size={"height": 14, "width": 14}, fps=1000.0)  # every frame
@@ -108,7 +108,7 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
 
 
 def test_no_full_collection_comes_between_tokens(
-    call: Callable[..., tuple[int, str, str]], ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was there before the first frame is frozen for the command, and for it alone: a session leaves the user's garbage
     collector as it is."""
@@ -126,9 +126,7 @@ def test_no_full_collection_comes_between_tokens(
         assert (gc.get_threshold(), gc.isenabled()) == before and seen[-1] == gc.get_freeze_count() == 0
 
 
-def test_ask_takes_a_bare_stream(call: Callable[..., tuple[int, str, str]], ov: str, tmp_path: Path) -> None:
+def test_ask_takes_a_bare_stream(call: Call, ov: str, tmp_path: Path) -> None:
     path = write_film(tmp_path / "bare.h264", 20, format="h264")
-    status, out, err = call(
-        "ask", path, "hi", "--model", ov, "--json", "--fps", 25, "--max-frames", 4, "--max-new-tokens", 1
-    )
-    assert status == 0 and err == "" and '"frames": 3' in out
+    words = f"--model {ov} --json --fps 25 --max-frames 4 --max-new-tokens 1"
+    assert call.object("ask", path, "hi", *words.split())["frames"] == 3

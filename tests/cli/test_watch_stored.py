@@ -19,8 +19,8 @@ import pytest
 import mmaccel
 from mmaccel_lab.world import World, write_mp4
 from mmaccel_lab.world.words import QUESTIONS
+from tests.cli import Call
 
-Call = Callable[..., tuple[int, str, str]]
 FRAMES, FPS = 900, 0.5
 SEED = 67
 KV = "{name: mosaic, window: 32, frames: 64, local: 8, cache: 32}\n"
@@ -108,9 +108,7 @@ def told(call: Call, clip: str, ov: str, tmp_path: Path) -> Callable[..., dict[s
     def run(recipe: str, *words: object) -> dict[str, Any]:
         path.write_text(recipe)
         base = ("watch", clip, "--model", ov, "--recipe", path, "--fps", 0.5, "--max-new-tokens", 4, "--json")
-        status, out, err = call(*base, "--question", "how many ?", "--clip", 8, *words)
-        assert (status, err) == (0, "")
-        found: dict[str, Any] = json.loads(out)
+        found: dict[str, Any] = call.object(*base, "--question", "how many ?", "--clip", 8, *words)
         return found
 
     return run
@@ -181,9 +179,7 @@ def test_one_recipe_has_all_three_systems_at_work(
     asked = needles + [one for one in questions if one.kind == "order"][:4]
     base = ("--model", name, "--recipe", "everything", "--max-new-tokens", 8, "--device", "cpu", "--json")
     words = [part for one in asked for part in ("--question", one.text)]
-    status, out, err = call("watch", film, *base, *words)
-    assert status == 0, err
-    found = json.loads(out)
+    found = json.loads(call.text("watch", film, *base, *words))
     assert found["frames"] == world.frames and found["counters"]["ingest_seen"] == 1
     right = [
         one["answer"].strip(" .") == want.answer for one, want in zip(found["answers"], asked, strict=True)
@@ -192,8 +188,6 @@ def test_one_recipe_has_all_three_systems_at_work(
     assert found["kept"] < 1 and any("grid" in head for head in found["heads"]) and found["notes"] == []
     assert all(one["counters"]["recalled"] > 0 and one["counters"]["drafted"] > 0 for one in found["answers"])
     # All of them, also where the model's processor takes fewer unless it is asked.
-    status, out, err = call("ask", film, needles[0].text, *base, "--frames", world.frames)
-    assert status == 0, err
-    one = json.loads(out)
+    one = json.loads(call.text("ask", film, needles[0].text, *base, "--frames", world.frames))
     assert one["frames"] == world.frames and one["answer"].strip(" .") == needles[0].answer
     assert one["kept"] < 1 and one["draft"]["rounds"] > 0 and one["draft"]["failed"] is None

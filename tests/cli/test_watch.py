@@ -1,11 +1,17 @@
-"""How `mmaccel ask` reads a video: sources without an index, large frames, sentences in the command's words."""
+"""Films that `mmaccel` reads and watches: sources without an index, large frames, stored films taken in whole."""
 
 from __future__ import annotations
 
 import gc
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +23,8 @@ from mmaccel.cli.console import bars
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media import reader
 from mmaccel.media.preprocess import Pixels, size_of
+from mmaccel_lab.world import World, write_mp4
+from mmaccel_lab.world.words import QUESTIONS
 from tests.cli import Call
 from tests.media.films import numbers, write_film
 
@@ -130,3 +138,175 @@ def test_ask_takes_a_bare_stream(call: Call, ov: str, tmp_path: Path) -> None:
     path = write_film(tmp_path / "bare.h264", 20, format="h264")
     words = f"--model {ov} --json --fps 25 --max-frames 4 --max-new-tokens 1"
     assert call.object("ask", path, "hi", *words.split())["frames"] == 3
+
+
+FRAMES, FPS = 900, 0.5
+SEED = 67
+KV = "{name: mosaic, window: 32, frames: 64, local: 8, cache: 32}\n"
+
+
+class Asked(NamedTuple):
+    kind: str
+    text: str
+    answer: str
+    frames: tuple[int, ...]
+
+
+def all_questions(world: World) -> list[Asked]:
+    """Of the four kinds about a world: every card, every two cards in an order of their own, and each scene's first time."""
+    draw, found = random.Random(0), list[Asked]()
+    for one in world.questions(["needle", "scene"]):
+        found.append(Asked(one.kind, one.text, one.answer, one.frames))
+    for first, second in combinations(world.cards, 2):
+        one, other = draw.sample((first, second), 2)
+        at = (first.frame, second.frame)
+        names = (one.shape, other.shape)
+        found.append(Asked("order", QUESTIONS["order"].format(*names), first.shape, at))
+        colours = f"{one.colour} and {other.colour}"
+        found.append(Asked("combine", QUESTIONS["combine"].format(*names), colours, at))
+    return found
+
+
+@pytest.fixture(scope="module")
+def half_an_hour(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, Path]:
+    world = replace(World.generate(SEED, FRAMES), fps=FPS)
+    path = tmp_path_factory.mktemp("film") / "film.mp4"
+    write_mp4(world, path, 112, 112)
+    assert world.frames / world.fps == 30 * 60
+    return world, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny-ov", "tiny-qwen"])
+def test_half_an_hour(model: str, half_an_hour: tuple[World, Path], call: Call, tmp_path: Path) -> None:
+    world, film = half_an_hour
+    questions = all_questions(world)
+    kinds = Counter(one.kind for one in questions)
+    assert len(questions) >= 50 and set(kinds) == {"needle", "scene", "order", "combine"}
+    (tmp_path / "recipe.yaml").write_text(f"kv: {KV}")
+    asked = [part for one in questions for part in ("--question", one.text)]
+    status, out, err = call(
+        "watch", film, "--model", model, "--recipe", tmp_path / "recipe.yaml", "--json", "--max-new-tokens", 8, "--live",
+        "--save", tmp_path / "saved", *asked, "--device", "cpu",
+    )  # fmt: skip
+    assert status == 0, err
+    told = json.loads(out)
+    assert told["frames"] == FRAMES and told["complete"] and told["seconds"] == (FRAMES - 1) / FPS
+    answers = {one["question"]: one for one in told["answers"]}
+    assert len(answers) == len(questions) == len(told["answers"])
+    counters = told["counters"]
+    assert 1 - counters["resident"] / counters["units"] >= 0.9
+    named = (
+        "recalled", "eager_splits", "deferred", "deferred_splits", "singletons", "host_bytes_in", "host_copies_in",
+        "fetch_covered", "fetch_cached",
+    )  # fmt: skip
+    assert min(counters[one] for one in named) > 0, {one: counters[one] for one in named}
+    assert 0 < counters["prefetch_coverage"] <= 1
+    right = Counter(one.kind for one in questions if answers[one.text]["answer"].strip(" .") == one.answer)
+    assert right.total() >= 0.5 * len(questions) and set(right) == set(kinds), f"{right} of {kinds}"
+    assert all(one["evidence"] and one["ttft_s"] > 0 for one in answers.values())
+    # The same from Python, from the start and from what the command saved.
+    net, processor = mmaccel.load_model(model).float(), mmaccel.load_processor(model)
+    with mmaccel.VideoSession(net, processor, tmp_path / "recipe.yaml") as session:
+        assert session.watch(film) == FRAMES
+        said = [session.ask(one.text, 8) for one in questions]
+    assert [one.text for one in said] == [answers[one.text]["answer"] for one in questions]
+    with mmaccel.VideoSession.resume(net, processor, tmp_path / "saved") as session:
+        assert [session.ask(one.text, 8).text for one in questions[:12]] == [one.text for one in said[:12]]
+
+
+NARROW = "kv: {name: rekv, frames: 4, window: 4, local: 2, encode_frames: 0}\n"
+GRID = "sparse: {name: a_shape, sink: 16, window: 64, block: 16}\n"
+
+
+@pytest.fixture
+def told(call: Call, clip: str, ov: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """What `watch` of the clip says of itself, under a recipe in YAML."""
+    path = tmp_path / "recipe.yaml"
+
+    def run(recipe: str, *words: object) -> dict[str, Any]:
+        path.write_text(recipe)
+        base = ("watch", clip, "--model", ov, "--recipe", path, "--fps", 0.5, "--max-new-tokens", 4, "--json")
+        found: dict[str, Any] = call.object(*base, "--question", "how many ?", "--clip", 8, *words)
+        return found
+
+    return run
+
+
+def test_a_file_is_ingested_as_a_session_does(
+    told: Callable[..., dict[str, Any]], clip: str, ov: str, tmp_path: Path
+) -> None:
+    stored, live = told(NARROW), told(NARROW, "--live")
+    assert stored["frames"] == live["frames"] == 32
+    assert stored["counters"]["ingested"] == 32 and stored["counters"]["ingest_seen"] == 1
+    assert "ingested" not in live["counters"]
+    model, processor = mmaccel.load_model(ov).float(), mmaccel.load_processor(ov)
+    for found, how in ((stored, "ingest"), (live, "watch")):
+        with mmaccel.VideoSession(model, processor, tmp_path / "recipe.yaml") as session:
+            assert getattr(session, how)(clip, fps=0.5) == 32
+            answer = session.ask("how many ?", 4)
+        assert found["answers"][0]["answer"] == answer.text
+        scores = [one["score"] for one in found["answers"][0]["evidence"]]
+        assert scores == pytest.approx([one.score for one in answer.top(5)], abs=1e-4)
+    scores = [[one["score"] for one in found["answers"][0]["evidence"]] for found in (stored, live)]
+    assert scores[0] != pytest.approx(scores[1], abs=1e-4), "under the window alone it is another"
+
+
+@pytest.mark.parametrize("cut", [("--question", "what was first ?@30"), ("--save-every", 1e-9)])
+def test_a_question_s_time_and_a_save_end_an_ingestion(
+    told: Callable[..., dict[str, Any]], tmp_path: Path, cut: tuple[object, ...]
+) -> None:
+    save = ("--save", tmp_path / "s")
+    found = told(NARROW, *cut, *save)
+    assert found["frames"] == found["counters"]["ingested"] == 32
+    assert 0.1 < found["counters"]["ingest_seen"] < 1
+    assert told(NARROW, "--save-every", 0, *save)["counters"]["ingest_seen"] == 1
+    assert [one["frames"] for one in found["answers"]] == [*([16] if len(found["answers"]) > 1 else []), 32]
+
+
+def test_the_pattern_acts_on_a_file_and_is_told_where_it_does_not(
+    told: Callable[..., dict[str, Any]],
+) -> None:
+    stored, live = told(NARROW + GRID), told(NARROW + GRID, "--live")
+    assert 0 < stored["kept"] < 1 and set(stored["heads"]) == {"a_shape"}
+    assert stored["notes"] == []
+    assert live["kept"] is None and "acts on those given to ingest" in live["notes"][0]
+
+
+def test_a_memory_that_does_not_ingest_watches(
+    told: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmaccel.policies.kv.rekv.ReKV.ingests", False)
+    found = told(NARROW)
+    assert found["frames"] == 32 and "ingested" not in found["counters"]
+
+
+SECONDS = [pytest.param(256, id="short"), pytest.param(1800, id="half an hour", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+@pytest.mark.parametrize("model", ["tiny-ov", "tiny-qwen"])
+def test_one_recipe_has_all_three_systems_at_work(
+    model: str, seconds: int, call: Call, shipped: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Through `watch` and through `generate`: right answers, and no part idle."""
+    name, film = shipped(model), tmp_path / "film.mp4"
+    world = replace(World.generate(SEED, int(seconds * FPS)), fps=FPS)
+    write_mp4(world, film, 112, 112)
+    questions = all_questions(world)
+    needles = [one for one in questions if one.kind == "needle"][:2]
+    asked = needles + [one for one in questions if one.kind == "order"][:4]
+    base = ("--model", name, "--recipe", "everything", "--max-new-tokens", 8, "--device", "cpu", "--json")
+    words = [part for one in asked for part in ("--question", one.text)]
+    found = json.loads(call.text("watch", film, *base, *words))
+    assert found["frames"] == world.frames and found["counters"]["ingest_seen"] == 1
+    right = [
+        one["answer"].strip(" .") == want.answer for one, want in zip(found["answers"], asked, strict=True)
+    ]
+    assert sum(right) >= len(asked) - 1, found["answers"]
+    assert found["kept"] < 1 and any("grid" in head for head in found["heads"]) and found["notes"] == []
+    assert all(one["counters"]["recalled"] > 0 and one["counters"]["drafted"] > 0 for one in found["answers"])
+    # All of them, also where the model's processor takes fewer unless it is asked.
+    one = json.loads(call.text("ask", film, needles[0].text, *base, "--frames", world.frames))
+    assert one["frames"] == world.frames and one["answer"].strip(" .") == needles[0].answer
+    assert one["kept"] < 1 and one["draft"]["rounds"] > 0 and one["draft"]["failed"] is None

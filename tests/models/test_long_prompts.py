@@ -10,8 +10,8 @@ from mmaccel.backends import reference
 from mmaccel.core.attach import adapter_for
 from mmaccel.models import modules
 from mmaccel.models.install import Hooks
-from tests.backends.test_memory import Largest
 from tests.models.tiny_random import BUILD, prompt
+from tests.spies import Largest
 
 N = 2048
 SPARSE = {

@@ -1,4 +1,4 @@
-"""What every registered policy promises; what is wrong with one of a user's own is told in one sentence, where it would run."""
+"""What every registered policy promises; what is wrong with one of a user's own is told in a sentence where it would run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import mmaccel
-import mmaccel.policies
 from mmaccel import check_policy
 from mmaccel.contract.memory import step
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError

@@ -20,8 +20,8 @@ from mmaccel.search.measure import Bench, Inside, decided, frame_tokens, relativ
 from mmaccel.search.picture import orders, pooled, weights
 from mmaccel.search.run import differing, head_pattern_names
 from mmaccel.search.space import KINDS, Scale, Slot, alone, levelled
-from tests.backends.test_memory import Largest
 from tests.models.tiny_random import BUILD, prompt
+from tests.spies import Largest
 
 PIECES = [("text", 12), ("video", 20), ("text", 40), ("video", 20), ("text", 9)]
 PAIRS = Settings(cost="pairs", block=16)

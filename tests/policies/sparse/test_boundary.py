@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel.backends import reference
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO
 from mmaccel.core.prefill.sparse import attend_plan, launches

@@ -14,8 +14,8 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import BlockTopK, SFFixed, SFStrided, TriShape, block_topk
 from tests.products import product
+from tests.spies import Largest
 
-from ...backends.test_memory import Largest
 from . import masks
 from .scenes import Scene, Token, scenes, sequence
 

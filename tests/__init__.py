@@ -1,9 +1,13 @@
-"""The tests, and Python in a process of its own, which finds the packages of this checkout."""
+"""The tests; Python in a process of its own, which finds the packages of this checkout; and errors of one sentence."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = os.pathsep.join([str(ROOT), str(ROOT / "lab")])
@@ -25,3 +29,12 @@ def python(*words: str, said: str | None = None, **environment: str) -> subproce
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return done
+
+
+@contextmanager
+def sentence(error: type[Exception], *words: str) -> Iterator[None]:
+    """What is inside is refused in one sentence that has these words."""
+    with pytest.raises(error) as caught:
+        yield
+    told = str(caught.value)
+    assert "\n" not in told and told.endswith((".", "?")) and all(word in told for word in words), told

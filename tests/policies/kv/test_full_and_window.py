@@ -10,10 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.buffers import ROOM_MAX
 from mmaccel.core.memory.kv import KVPolicy, KVState
-from mmaccel.core.registry import registry
 from mmaccel.policies.kv import Full, Window
 from tests.policies.kv.memory import LAYERS, open_state, read, seen, visible, written
 
@@ -290,9 +289,3 @@ def test_it_holds_nothing_but_its_own_columns() -> None:
 def test_it_declares_what_it_is() -> None:
     policy = Window(margin=9)
     assert policy.rollback_limit == 9 and not policy.exact and policy.allows_sparse
-
-
-@pytest.mark.parametrize(("field", "value"), [("sinks", -1), ("window", 0), ("margin", -1)])
-def test_a_field_out_of_range_is_told(field: str, value: int) -> None:
-    with pytest.raises(RecipeError, match=rf"^window: {field} is {value}; give at least \d\.$"):
-        registry("kv").build("window", {field: value})

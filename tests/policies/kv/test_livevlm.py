@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.kv import LiveVLM
 from mmaccel.policies.kv._tokens import TokenMemory, attended
@@ -273,15 +273,3 @@ def test_clips_and_budgets_are_counted_in_frames() -> None:
     state = opened(LiveVLM(frames=5, recent=3), pace=2)
     assert (state.clip, state.budget, state.recent) == (16, 3 * TOKENS, 2)  # type: ignore[attr-defined]
     assert [state.fit(first, 99) for first in (0, 5, 16)] == [16, 11, 16] and state.fit(3, 2) == 2
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("frames", 0), ("recent", -1), ("recall", 0.0), ("recall", 1.5), ("scatter", -0.1), ("bucket", 0), ("page", 0),
-        ("probes", 0), ("positions", "x"),
-    ],
-)  # fmt: skip
-def test_wrong_fields_are_told(field: str, value: object) -> None:
-    with pytest.raises(RecipeError, match=rf"^livevlm: {field} is .*; give .*\.$"):
-        LiveVLM(**{field: value})  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.kv import StreamMem
 
@@ -176,9 +175,3 @@ def test_what_was_broken_off_is_taken_back_and_what_was_saved_goes_on(tmp_path: 
         assert same(memory, plain) and memory.counters() == plain.counters()
     state.reset()
     assert state.length() == state.held_columns() == state.units() == 0 and state.counters()["pruned"] == 0
-
-
-@pytest.mark.parametrize(("field", "value"), [("frames", 0), ("similar", 2.0), ("positions", "x")])
-def test_wrong_fields_are_told(field: str, value: object) -> None:
-    with pytest.raises(RecipeError, match=rf"^streammem: {field} is .*; give .*\.$"):
-        StreamMem(**{field: value})  # type: ignore[arg-type]

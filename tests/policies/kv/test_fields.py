@@ -1,4 +1,4 @@
-"""Fields of earlier versions: read with a warning, or refused in one sentence."""
+"""Fields of memories out of their range, and of earlier versions: read with a warning, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
+
+WRONG: dict[str, list[tuple[str, Any]]] = {
+    "livevlm": [
+        ("frames", 0), ("recent", -1), ("recall", 0.0), ("recall", 1.5), ("scatter", -0.1), ("bucket", 0), ("page", 0),
+        ("probes", 0), ("positions", "x"),
+    ],
+    "streammem": [("frames", 0), ("similar", 2.0), ("positions", "x")],
+    "window": [("sinks", -1), ("window", 0), ("margin", -1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "field", "value"), [(name, *one) for name in WRONG for one in WRONG[name]])
+def test_a_field_out_of_range_is_told(name: str, field: str, value: Any) -> None:
+    with pytest.raises(RecipeError, match=rf"^{name}: {field} is .*; give .*\.$"):
+        policy("kv", {"name": name, field: value})
+
 
 OLD: dict[str, Any] = {
     "similarity": "dot", "levels": "both", "granularity": "frame", "tile": 49, "init": 64, "lift": 2.0, "visual": 16,

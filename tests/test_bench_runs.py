@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,21 +51,7 @@ def run(name: str, out: Path, *words: str) -> list[Row]:
     return rows
 
 
-ATTEND = [
-    "--tokens",
-    "512",
-    "--repeats",
-    "2",
-    "--warmup",
-    "0",
-    "--size",
-    "16",
-    "--heads",
-    "4",
-    "2",
-    "--dtype",
-    "float32",
-]
+ATTEND = shlex.split("--tokens 512 --repeats 2 --warmup 0 --size 16 --heads 4 2 --dtype float32")
 
 
 def test_every_case_of_attention(tmp_path: Path) -> None:

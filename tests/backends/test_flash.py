@@ -24,7 +24,7 @@ from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
 from mmaccel.policies.sparse.orders import IntraPattern
 from tests.policies.sparse.scenes import Scene
-from tests.policies.sparse.test_no_reads import NoReads
+from tests.policies.sparse.test_plans import NoReads
 from tests.products import product
 from tests.spies import Ops
 

@@ -33,7 +33,7 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::Deprec
 PRODUCTS = pytest.mark.numeric(by="numpy")
 INTERPRETED = [
     pytest.param("triton", marks=PRODUCTS),
-    pytest.param("carried clusters decode hopper index lists pointwise work", marks=PRODUCTS),
+    pytest.param("clusters decode hopper index lists pointwise", marks=PRODUCTS),
 ]
 
 
@@ -51,7 +51,7 @@ def test_interpreted(names: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["carried", "clusters", "index", "lists", "pointwise", "work"])
+@pytest.mark.parametrize("name", ["clusters", "index", "lists", "pointwise"])
 def test_compiled(name: str) -> None:
     """Those of the other files run in `test_triton_gpu`, `test_decode_gpu` and `test_hopper_gpu`."""
     ran(name, CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))

@@ -13,7 +13,7 @@ from mmaccel.core.decoding import replay
 from mmaccel.core.streams.asking import asked
 from mmaccel.models import step
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
-from tests.policies.kv.mosaic.test_replayed import Replayed
+from tests.policies.kv.mosaic.test_prefetch import Replayed
 from tests.products import product
 from tests.spies import heard
 

@@ -1,4 +1,8 @@
-"""What the readers are told is true, and a run trains on it: stopped, gone on with, exported and installed."""
+"""A run is stopped, goes on without a difference, is exported and installed; batches and pixels follow from their seeds.
+
+What the readers are told of a frame's past is true; the training forward gives the stock model's logits, every branch as if
+its conversation stood alone.
+"""
 
 from __future__ import annotations
 

@@ -159,19 +159,5 @@ def test_json_has_each_preset(call: Call) -> None:
     assert set(only["presets"]) == {"exact"}
 
 
-@pytest.mark.parametrize(
-    "option, said",
-    [
-        (("--memory", "much"), "--memory: 'much' is not a size; give one such as 24GB"),
-        (("--host-memory", "0GB"), "--host-memory: '0GB' is not a size"),
-        (("--frame-size", "big"), "--frame-size: 'big' is not HEIGHTxWIDTH"),
-        (("--device", "h900"), "Devices known by name are h200, h100"),
-        (("--model", "nothing"), "model 'nothing'"),
-    ],
-)
-def test_a_wrong_option_is_one_sentence(call: Call, option: tuple[str, str], said: str) -> None:
-    assert said in call.error(*FILM, *option)
-
-
 def test_sizes_are_decimal_or_binary() -> None:
     assert [size(text, "") for text in ("24GB", "1.5 gib", "7")] == [24 * 10**9, 3 << 29, 7]

@@ -147,24 +147,6 @@ def test_a_searched_recipe_is_asked_without_its_boundaries(call: Call, tmp_path:
     assert levels["without_tail"]["fields"]["sparse"]["table"] != patterns
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--rival", "a_shap"], "unknown rival 'a_shap'"),
-        (["--recipe", "a_shape", "--rival", "a_shape"], "is a --recipe too"),
-        (["--level", "grid"], "unknown recipe of --level 'grid'"),
-        (["--compress", "a_shape"], "unknown method of --compress 'a_shape'"),
-        (["--compress", "visionzip", "--rival", "fastv"], "unknown rival 'fastv'"),
-        (["--recipe", "a_shape", "--rival", "without_tail"], "unknown rival 'without_tail'"),
-        (["--rows", "no/where.jsonl"], "--rows: there is no file no/where.jsonl"),
-        (["--documents", "--frames", "33"], "33 does not divide into 4 segments"),
-        (["--out", "no/where.jsonl"], "--out: no/where.jsonl is not a place for a file"),
-    ],
-)
-def test_errors_are_one_sentence(more: list[str], words: str, call: Call, ov: str) -> None:
-    assert words in call.error("eval", "haystack", "--model", ov, *more)
-
-
 def test_the_command(call: Call, ov: str, tmp_path: Path) -> None:
     base = ("eval", "stream", "--model", ov, "--frames", 20, "--worlds", 1, "--window", 6)
     memory = tmp_path / "few.yaml"

@@ -210,23 +210,6 @@ def test_typed_questions_are_answered(
     assert "first one ?" in out and "second one ?" in out and out.count("based on") == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (("--recipe", "rekw"), "rekv"),
-        (("--load", "nowhere"), "nowhere is not a saved session"),
-        (("--load", "nowhere", "--recipe", "rekv"), "leave --recipe or --load out"),
-        (("--fps", "0"), "must be a positive number"),
-        (("--question", "@3"), "has no question"),
-        (("other.mp4",), "give one video, not two"),
-    ],
-)
-def test_errors_are_one_sentence(
-    call: Call, clip: str, ov: str, options: tuple[str, ...], match: str
-) -> None:
-    assert match in call.error("watch", clip, "--model", ov, *options)
-
-
 @pytest.mark.parametrize("live", [(), ("--live",)], ids=["stored", "live"])
 @pytest.mark.parametrize(
     ("stop", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (VideoError("it is silent."), 2)]

@@ -369,26 +369,6 @@ def test_frames_are_let_go_of(call: Call, clip: str, ov: str, tmp_path: Path) ->
     assert 0 < told["counters"]["host_bytes"] <= 200_000 and told["let_go"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ("watch", "CLIP", "--recipe", "full", "--keep-seconds", 3),
-            "--keep-seconds: kv 'full' lets nothing go",
-        ),
-        (
-            ("watch", "CLIP", "--recipe", "full", "--host-bytes", "3GB"),
-            "--host-bytes: kv 'full' lets nothing go",
-        ),
-        (("watch", "CLIP", "--host-bytes", "much"), "--host-bytes: 'much' is not a size"),
-        (("watch", "CLIP", "--keep-seconds", 0), "keep_seconds is 0"),
-        (("serve", "--recipe", "dense", "--keep-seconds", 3), "--keep-seconds: kv 'full' lets nothing go"),
-    ],
-)
-def test_what_cannot_be(call: Call, clip: str, words: tuple[Any, ...], says: str) -> None:
-    assert says in call.error(*(clip if word == "CLIP" else word for word in words))
-
-
 def test_a_server_has_one_cap_for_all(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
     app = pytest.importorskip("mmaccel.serve.app")
     given: list[Any] = []

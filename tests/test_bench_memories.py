@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,7 @@ from system_table import paired
 
 from mmaccel.core.errors import MmaccelError
 
-FEW = (
-    "--device", "cpu", "--frames", "24", "--budgets", "4", "--window", "6", "--most", "1", "--kinds", "needle",
-)  # fmt: skip
+FEW = shlex.split("--device cpu --frames 24 --budgets 4 --window 6 --most 1 --kinds needle")
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -80,12 +79,8 @@ def test_what_did_not_happen_in_a_stream_is_told() -> None:
 def test_systems_alone_and_together_come_to_a_table(tmp_path: Path) -> None:
     names = ("nothing", "memory", "sparse + memory", "sparse + memory + draft")
     out, table = tmp_path / "systems.jsonl", tmp_path / "table.md"
-    few = [
-        *FEW[:3],
-        "48",
-        *FEW[4:10],
-        *["--cards", "7", "--scenes", "2", "--kinds", "order", "--told", "6", "--worlds", "1"],
-    ]
+    more = shlex.split("--cards 7 --scenes 2 --kinds order --told 6 --worlds 1")
+    few = [*FEW[:3], "48", *FEW[4:10], *more]
     main([*few, "--plan", "systems", "--memory", *names, "--out", str(out), "--table", str(table)])
     watched = {row["memory"]: row for row in rows(out) if row.get("what") == "watch"}
     assert watched["memory"]["counters"]["ingested"] == watched["memory"]["frames"] == 48

@@ -180,13 +180,8 @@ def test_the_readme_s_python_runs(shipped: Shipped, tmp_path: Path, monkeypatch:
 def test_a_shipped_folder_is_whole(name: str, shipped: Shipped) -> None:
     folder = tiny.path(shipped(name))
     names = {path.name for path in folder.iterdir()}
-    assert {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "README.md",
-    } <= names
+    assert names >= {f"{name}.json" for name in ("config", "generation_config", "tokenizer")}
+    assert names >= {"model.safetensors", "README.md"}
     assert "license: apache-2.0" in (folder / "README.md").read_text(encoding="utf-8")
     model = load_model(name)
     assert next(model.parameters()).dtype == torch.bfloat16

@@ -43,12 +43,8 @@ def test_ask_gives_one_object(call: Call, clip: str, ov: str) -> None:
 
 
 def test_compare_puts_dense_beside_the_recipe(call: Call, clip: str, ov: str) -> None:
-    arguments = (
-        "ask",
-        clip,
-        "what colour was the star ?",
-        *f"--model {ov} --recipe a_shape-short --compare".split(),
-    )
+    how = f"--model {ov} --recipe a_shape-short --compare".split()
+    arguments = ("ask", clip, "what colour was the star ?", *how)
     told = call.object(*arguments, "--json", "--max-new-tokens", 2)
     assert told["recipe"] == "a_shape-short" and set(told["dense"]) >= FIGURES
     assert told["kept"] < 1 == told["dense"]["kept"]
@@ -121,12 +117,8 @@ def test_a_yaml_file_is_a_recipe(call: Call, clip: str, ov: str, tmp_path: Path)
 
 
 def test_a_draft_of_the_same_weights_is_always_right(call: Call, clip: str, ov: str) -> None:
-    arguments = (
-        "ask",
-        clip,
-        "describe the video .",
-        *f"--model {ov} --draft {ov} --json --max-new-tokens 24".split(),
-    )
+    how = f"--model {ov} --draft {ov} --json --max-new-tokens 24".split()
+    arguments = ("ask", clip, "describe the video .", *how)
     for extra in ((), ("--recipe", "sequential"), ("--recipe", "a_shape-short", "--compare")):
         told = call.object(*arguments, *extra)
         assert told["draft"]["proposed"] > 0
@@ -268,12 +260,8 @@ def test_ask_names_what_the_draft_read(
     recipe = tmp_path / "pruned.yaml"
     fields = f"prune: {{name: {pruner}, retention: 0.07}}"
     recipe.write_text(f"draft: {{name: sequential, model: {ov}, {fields}}}")
-    arguments = (
-        "ask",
-        clip,
-        "describe the video .",
-        *f"--model {ov} --recipe {recipe} --max-new-tokens 6".split(),
-    )
+    how = f"--model {ov} --recipe {recipe} --max-new-tokens 6".split()
+    arguments = ("ask", clip, "describe the video .", *how)
     told = call.object(*arguments, "--json")
     # All that is not a video stays.
     assert told["video_tokens"] == {"prompt": 1024, "in the draft": read[0] - told["prompt_tokens"] + 1024}

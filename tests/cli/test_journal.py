@@ -161,12 +161,8 @@ def test_a_stall_is_told_and_what_came_is_kept(call: Call, ov: str, tmp_path: Pa
     told = json.loads(out)
     taken = told["frames"]
     assert status == 2 and 0 < taken < 30
-    assert (told["ended"], told["complete"], told["unanswered"], len(told["answers"])) == (
-        "stall",
-        False,
-        [],
-        1,
-    )
+    assert (told["ended"], told["complete"]) == ("stall", False)
+    assert told["unanswered"] == [] and len(told["answers"]) == 1
     stall = (
         f"{path} stalled: nothing came for 0.5 s after {taken} frames, and it has not ended; raise --timeout."
     )

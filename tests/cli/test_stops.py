@@ -136,16 +136,6 @@ def test_a_stopped_search_says_what_is_kept(
     assert call(*words)[0] == 0 and out.is_file() and not Path(f"{out}.parts").exists()
 
 
-def test_a_stop_at_any_other_time_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmaccel.cli import catalog
-
-    def stopped(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(catalog, "presets", stopped)
-    assert call("list") == (130, "", "stopped.\n")
-
-
 def test_off_a_terminal_progress_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,10 +206,11 @@ def test_a_stop_while_the_package_is_imported_as_a_command_is_told(
     stopped_while_importing(["-m", program, "--version"], {"PYTHONPATH": paths})
 
 
-@pytest.mark.parametrize("place", ["typer.main.get_command", "typer.core.TyperGroup.make_context"])
-def test_a_stop_before_the_command_runs_is_told(
-    place: str, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "place",
+    ["typer.main.get_command", "typer.core.TyperGroup.make_context", "mmaccel.cli.catalog.presets"],
+)
+def test_a_stop_at_any_other_time_is_told(place: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

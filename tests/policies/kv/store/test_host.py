@@ -29,18 +29,7 @@ from .units import (
     poisoned,
 )
 
-KINDS = (
-    "put",
-    "put",
-    "put",
-    "fetch",
-    "fetch",
-    "fetch",
-    "index",
-    "drop",
-    "save",
-    "cut",
-)
+KINDS = ("put", "put", "put", "fetch", "fetch", "fetch", "index", "drop", "save", "cut")
 
 
 @given(seed=st.integers(0, 10**6), files=st.booleans())

@@ -102,24 +102,12 @@ def test_what_the_table_of_systems_says() -> None:
     for name, films in right.items():
         for seed, answers in enumerate(films):
             base = {"memory": name, "seed": seed, "frames": 500, "processes": 1}
-            held = {
-                "device_bytes": None,
-                "host_bytes": 1 << 20,
-                "kept": 0.5,
-                "tokens_per_s": 10.0,
-                "steps": 1.0,
-            }
+            held = dict(device_bytes=None, host_bytes=1 << 20, kept=0.5, tokens_per_s=10.0, steps=1.0)
             found.append({**base, **held, "what": "watch", "seconds": 1.0 + seed})
             # Rows by several processes count for what is right, and not for time.
             found.append({**found[-1], "processes": 2, "seconds": 100.0})
             for number, mark in enumerate(answers):
-                said = {
-                    "kind": "order",
-                    "question": f"q{number}",
-                    "said": mark,
-                    "right": mark == "1",
-                    "ttft_s": 0.01,
-                }
+                said = dict(kind="order", question=f"q{number}", said=mark, right=mark == "1", ttft_s=0.01)
                 found.append({**base, **said, "what": "answer"})
     # A film that not all were asked about counts for nothing.
     found.append({**found[0], "seed": 9})

@@ -51,15 +51,8 @@ def test_compare_puts_dense_beside_the_recipe(call: Call, clip: str, ov: str) ->
     assert set(told["heads"]) == {"a_shape"} and set(told["dense"]["heads"]) == {"dense"}
     status, out, _ = call(*arguments, "--max-new-tokens", 2)
     assert status == 0 and out.index("dense") < out.index("a_shape-short")
-    for label in (
-        "answer",
-        "first token",
-        "attention kept",
-        "heads",
-        "peak memory",
-        "what colour was the star ?",
-        "64 frames",
-    ):
+    assert "what colour was the star ?" in out and "64 frames" in out
+    for label in ("answer", "first token", "attention kept", "heads", "peak memory"):
         assert label in out
 
 

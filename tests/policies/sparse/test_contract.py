@@ -321,12 +321,8 @@ def test_patterns_of_a_boundary_as_a_recipe_writes_them() -> None:
 
 
 def test_sides_of_a_boundary_as_a_recipe_writes_them() -> None:
-    fields = {
-        "name": "q_boundary",
-        "text": "dense",
-        "video": {"name": "grid", "stride": "free"},
-        "image": None,
-    }
+    video = {"name": "grid", "stride": "free"}
+    fields = {"name": "q_boundary", "text": "dense", "video": video, "image": None}
     pattern = Recipe.load({"sparse": fields}).sparse
     assert pattern == QBoundary(text=Dense(), video=Grid(stride="free"), image=None)
     assert Recipe.load(Recipe.load(sparse=pattern).to_dict()).sparse == pattern

@@ -41,14 +41,8 @@ def reached(root: Any, apart: list[Any]) -> dict[int, int]:
 
 @pytest.mark.parametrize("family", ["random-ov", "random-qwen"])
 def test_what_is_not_told_does_not_grow(family: str) -> None:
-    kv = {
-        "name": "mosaic",
-        "window": 4,
-        "frames": 4,
-        "local": 2,
-        "cache": 4,
-        "index": {"name": "clusters", "init": 8},
-    }
+    index = {"name": "clusters", "init": 8}
+    kv = {"name": "mosaic", "window": 4, "frames": 4, "local": 2, "cache": 4, "index": index}
     told, beside = list[float](), list[float]()
     with open_session(family, kv) as session:
         for frames in (50, 250):

@@ -293,7 +293,7 @@ MEMORIES = {
     "units": (Forgets, "units is "),
     # What comes while an answer lasts is written over its columns.
     "a snapshot": (
-        wrong(Full, stream=lambda policy, *given: _Lends(*given)),
+        wrong(Full, open_stream=lambda policy, *given: _Lends(*given)),
         "units that come change an answer that has begun",
     ),
     "a layout": (

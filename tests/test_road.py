@@ -170,11 +170,8 @@ def test_the_readme_s_python_runs(shipped: Shipped, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     room: dict[str, Any] = {}
     exec(compile(tiny_one, "README.md", "exec"), room)
-    assert (
-        sum((heads := room["fast"].report().heads()).values()) == 32
-        and "grid" in heads
-        and mmaccel.attached(room["model"]) is None
-    )
+    assert sum((heads := room["fast"].report().heads()).values()) == 32 and "grid" in heads
+    assert mmaccel.attached(room["model"]) is None
     exec(compile(stream, "README.md", "exec"), room)
     assert room["answer"].evidence and (tmp_path / "page.html").is_file() and (tmp_path / "memory").is_dir()
 
@@ -183,13 +180,8 @@ def test_the_readme_s_python_runs(shipped: Shipped, tmp_path: Path, monkeypatch:
 def test_a_shipped_folder_is_whole(name: str, shipped: Shipped) -> None:
     folder = tiny.path(shipped(name))
     names = {path.name for path in folder.iterdir()}
-    assert {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "README.md",
-    } <= names
+    assert names >= {f"{name}.json" for name in ("config", "generation_config", "tokenizer")}
+    assert names >= {"model.safetensors", "README.md"}
     assert "license: apache-2.0" in (folder / "README.md").read_text(encoding="utf-8")
     model = load_model(name)
     assert next(model.parameters()).dtype == torch.bfloat16

@@ -17,9 +17,9 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import attention, modules
 from mmaccel.models.install import Hooks
-from tests.backends.test_memory import Largest
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, prompt
 from tests.products import product
+from tests.spies import Largest
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 

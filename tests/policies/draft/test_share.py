@@ -17,6 +17,7 @@ from mmaccel.policies.draft._window_model import PAUSE, SETTLED, Pace, Shares
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.spies import heard
 
 UV = UVPrune(retention=0.1, layer=2)
 
@@ -41,10 +42,8 @@ def test_the_faster_of_two_measured_ways_is_taken(window: int | None) -> None:
     shares = Shares()
     ways = [answer(shares, window=window, **worse) for _ in range(5)]
     assert [way for way, _ in ways] == ["whole", "part", "whole", "whole", "whole"]
-    assert (
-        "measured first, before 0.1 of the video" in ways[0][1]
-        and "read 0.1 of the video: to measure it" in ways[1][1]
-    )
+    assert "measured first, before 0.1 of the video" in ways[0][1]
+    assert "read 0.1 of the video: to measure it" in ways[1][1]
     assert "read the whole video: expected" in ways[2][1]
     better = {"whole_keep": 0.85, "whole_s": 9.0, "part_keep": 0.8, "part_s": 2.0}
     ways = [answer(shares, length=60_000, window=window, **better) for _ in range(4)]
@@ -100,14 +99,7 @@ def test_either_way_the_text_is_the_plain_one_and_the_report_says_which(
     inputs = prompt(family, PROMPTS["video"])
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
-    told: list[int] = []
-    keep = Pipeline.keep
-
-    def kept(self: Pipeline, columns: torch.Tensor) -> None:
-        told.append(columns.numel())
-        keep(self, columns)
-
-    monkeypatch.setattr(Pipeline, "keep", kept)
+    told: list[int] = heard(monkeypatch, Pipeline, "keep", lambda state, columns: columns.numel())
     draft = Parallel(model=copy.deepcopy(model), process=False, prune=UV, prune_when="measured", window=3)
     notes = []
     with mmaccel.accelerate(model, draft=draft) as fast:

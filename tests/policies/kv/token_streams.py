@@ -92,6 +92,12 @@ def watched(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) 
     return state
 
 
+def same(one: TokenMemory, other: TokenMemory) -> bool:
+    """Whether every layer of both holds the same tokens."""
+    told = [[tensor for held in state._held if held is not None for tensor in held] for state in (one, other)]
+    return len(told[0]) > 0 and all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+
+
 def words(layer: int, rows: int, name: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of words."""
     made = [

@@ -29,7 +29,7 @@ def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
     (messages, images, videos), *others = conversations(question, None, None)
     if videos or others:
         raise ModelError(
-            "question: it holds a video, or is several questions; ask one question about the stream."
+            "question: it shows a video, or is several questions; ask one question about the stream."
         )
     system = [piece for one in messages if one.get("role") == "system" for piece in one["content"]]
     turns = [one for one in messages if one.get("role") != "system"]

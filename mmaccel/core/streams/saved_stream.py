@@ -94,7 +94,7 @@ def check_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> N
     """Raise `ModelError` unless `facts` name the weights and the type of the model of `adapter`."""
     dtype = _name(adapter.dtype)
     if facts["model"] != adapter.signature():
-        raise ModelError(f"{where} was saved from another model; load it with the model it was saved with.")
+        raise ModelError(f"{where} was saved from another model; give the model it was saved with (--model MODEL).")
     if facts["dtype"] != dtype:
         kind = shown(facts["dtype"])[1:-1]
         raise ModelError(

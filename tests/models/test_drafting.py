@@ -245,12 +245,11 @@ def test_a_sparse_draft_that_leaves_nothing_out_is_always_right(family):
 def test_a_recipe_that_is_refused_keeps_nothing_of_its_draft(family, monkeypatch, broken):
     """A draft's process is started when the draft is checked; what is refused after that must not leave it running."""
     _, model = family
-    held = Mock()
-    monkeypatch.setattr(Sequential, "check", lambda self, target: target.hold("process", lambda: held))
+    start = Mock()
+    monkeypatch.setattr(Sequential, "check", lambda self, target: target.hold("process", start))
     with pytest.raises(mmaccel.core.errors.RecipeError):
         mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model)), **broken)
-    held.close.assert_called_once_with()
-    assert mmaccel.attached(model) is None
+    assert start.return_value.close.call_count == start.call_count and mmaccel.attached(model) is None
 
 
 def test_uv_is_told_while_later_layers_still_run(family):
@@ -270,8 +269,18 @@ def test_uv_is_told_while_later_layers_still_run(family):
     assert order[order.index("told") + 1] == 1 and order.count("told") == 1
 
 
-@pytest.mark.parametrize(("owner", "fails"), [(Sequential, "open"), (_Sparse, "_score")])
-def test_a_draft_that_fails_before_it_drafts_leaves_the_plain_tokens(family, monkeypatch, owner, fails):
+@pytest.mark.parametrize(
+    ("owner", "fails", "told"),
+    [
+        (Sequential, "open", "RuntimeError: out of cheese"),
+        (
+            _Sparse,
+            "_score",
+            "DraftError: sparse_to_dense: the prompt's columns were not scored: out of cheese",
+        ),
+    ],
+)
+def test_a_draft_that_fails_before_it_drafts_leaves_the_plain_tokens(family, monkeypatch, owner, fails, told):
     """It cannot even be opened; or scores fail, which are made within the target's own pass, that must not end with them."""
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
@@ -281,6 +290,4 @@ def test_a_draft_that_fails_before_it_drafts_leaves_the_plain_tokens(family, mon
         patch.setattr(owner, fails, Mock(side_effect=RuntimeError("out of cheese")))
         with pytest.warns(mmaccel.core.errors.MmaccelWarning, match="out of cheese"):
             assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
-        assert fast.report().draft["failed"] == "RuntimeError: out of cheese" and "cheese" in str(
-            fast.report()
-        )
+        assert fast.report().draft["failed"] == told and "cheese" in str(fast.report())

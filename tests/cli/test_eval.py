@@ -136,7 +136,7 @@ def test_a_searched_recipe_is_asked_without_its_boundaries(call: Call, tmp_path:
     words = ["eval", "haystack", "--recipe", "searched", "--frames", "48", "--depths", "1", "--samples", "1"]
     for name in ("without_boundaries", "without_tail", "without_both"):
         words += ["--rival", name]
-    told = call.object(*words, "--documents", "--out", rows, "--json")
+    told = json.loads(call.text(*words, "--documents", "--out", rows, "--json"))
     found = {row["recipe"]: row["kept"] for row in told["rows"]}
     assert abs(found["without_boundaries"] / found["searched"] - 1) < 0.05
     assert found["without_tail"] < found["searched"] - 0.01

@@ -199,9 +199,8 @@ def test_a_pattern_runs_within_the_window_of_a_memory(gone: int, tail: int) -> N
     distance = torch.arange(N - rows, N)[:, None] - column
     window = (distance >= 0) & ((distance < 41) | (column < 8))
     sees = a_shape(held)[-rows:] | (torch.arange(rows) >= rows - tail)[:, None]
-    shown = view.key, view.value
-    close(found[0], written_out(query, *shown, (sees & window)[None]))
-    close(found[1], written_out(query, *shown, window[None]))
+    close(found[0], written_out(query, view.key, view.value, (sees & window)[None]))
+    close(found[1], written_out(query, view.key, view.value, window[None]))
     report = at.counted()
     assert report.patterns == (("a_shape",) * HEADS, ("dense",) * HEADS)
     causal_pairs = sum(range(N - rows + 1, N + 1))

@@ -56,7 +56,7 @@ def read_by(*probes: Probe) -> dict[str, Note]:
 
 
 @pytest.fixture(scope="module")
-def model(family: str) -> Any:
+def shallow(family: str) -> Any:
     return BUILD[family](layers=4, seed=7)
 
 
@@ -82,23 +82,23 @@ def known(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     ("name", "kind", "passes"),
     product(LISTENERS, ["video", "two videos"], ["one", "chunks", "video, then text"]),
 )
-def test_signals_are_the_model_s_own(family: str, model: Any, name: str, kind: str, passes: str) -> None:
+def test_signals_are_the_model_s_own(family: str, shallow: Any, name: str, kind: str, passes: str) -> None:
     inputs, pruner = prompt(family, PROMPTS[kind], seed=2), LISTENERS[name]
     (stage,) = pruner.stages(4)
-    states, attention = known(model, inputs)
+    states, attention = known(shallow, inputs)
     told: list[Tensor] = []
-    with torch.no_grad(), listening(model, pruner) as fast:
-        layout = fast.adapter.layout(model, inputs)
+    with torch.no_grad(), listening(shallow, pruner) as fast:
+        layout = fast.adapter.layout(shallow, inputs)
         rows = looking(layout)
-        embeds = fast.adapter.embed(model, inputs)
-        places = fast.adapter.positions(model, inputs)
+        embeds = fast.adapter.embed(shallow, inputs)
+        places = fast.adapter.positions(shallow, inputs)
         S = layout.length
         cuts = {"one": [S], "chunks": [*range(5, S, 9), S], "video, then text": [rows[0], S]}[passes]
         listener = Listener(fast, pruner, layout, told.append)
         cache, begin = None, 0
         for end in cuts:
             piece = {"inputs_embeds": embeds[:, begin:end], "position_ids": places[..., begin:end]}
-            out = fast.adapter.text(model)(
+            out = fast.adapter.text(shallow)(
                 **piece, **read_by(listener), past_key_values=cache, use_cache=True
             )
             cache, begin = out.past_key_values, end
@@ -112,15 +112,15 @@ def test_signals_are_the_model_s_own(family: str, model: Any, name: str, kind: s
     assert [t.tolist() for t in told] == [pruner.keep(signals, layout, stage).tolist()]
 
 
-def test_it_is_told_while_later_layers_still_run(family: str, model: Any) -> None:
+def test_it_is_told_while_later_layers_still_run(family: str, shallow: Any) -> None:
     inputs = prompt(family, PROMPTS["video"])
     when: list[str] = []
     pruner = UVPrune(layer=2)
-    with torch.no_grad(), listening(model, pruner) as fast:
-        layout = fast.adapter.layout(model, inputs)
+    with torch.no_grad(), listening(shallow, pruner) as fast:
+        layout = fast.adapter.layout(shallow, inputs)
         hooks = [
             layer.register_forward_hook(lambda m, a, o, i=i: when.append(f"layer {i}"))
-            for i, layer in enumerate(fast.adapter.layers(model))
+            for i, layer in enumerate(fast.adapter.layers(shallow))
         ]
         fast(**inputs, **read_by(Listener(fast, pruner, layout, lambda columns: when.append("told"))))
         for hook in hooks:
@@ -128,7 +128,7 @@ def test_it_is_told_while_later_layers_still_run(family: str, model: Any) -> Non
     assert when == ["layer 0", "layer 1", "told", "layer 2", "layer 3"]
 
 
-def test_a_run_is_read_by_its_own_probes_alone(family: str, model: Any) -> None:
+def test_a_run_is_read_by_its_own_probes_alone(family: str, shallow: Any) -> None:
     inputs = prompt(family, PROMPTS["video"])
 
     class Mine(Probe):
@@ -138,7 +138,7 @@ def test_a_run_is_read_by_its_own_probes_alone(family: str, model: Any) -> None:
         def attending(self, run: PrefillPass, layer: int, *rest: Any) -> None:
             self.seen.append(layer)
 
-    with torch.no_grad(), mmaccel.accelerate(model) as fast:
+    with torch.no_grad(), mmaccel.accelerate(shallow) as fast:
         one, two = Mine(), Mine()
         fast(**inputs, **read_by(one))
         fast(**inputs)
@@ -148,23 +148,23 @@ def test_a_run_is_read_by_its_own_probes_alone(family: str, model: Any) -> None:
 
 @pytest.mark.parametrize("draft", ["uv", "attention", "sparse_to_dense"])
 def test_eight_threads_all_draft_and_say_the_plain_text(
-    family: str, model: Any, draft: str, monkeypatch: pytest.MonkeyPatch
+    family: str, shallow: Any, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads share the model; what reads a prompt on its way through the layers is of one prompt alone."""
-    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(shallow.generation_config, "eos_token_id", None)
     frames = [4 + 2 * number for number in range(8)]
     work = [prompt(family, [("text", 4), ("video", n), ("text", 5)], seed=n) for n in frames]
     told = {"max_new_tokens": 10, "do_sample": False}
-    want = [model.generate(**inputs, **told) for inputs in work]
+    want = [shallow.generate(**inputs, **told) for inputs in work]
     choice: DraftStrategy = SparseToDense(window=3, retention=0.5)
     if draft != "sparse_to_dense":
         pruner = UVPrune(retention=0.5, layer=2) if draft == "uv" else AttentionPrune(retention=0.5)
-        choice = Sequential(model=copy.deepcopy(model), window=3, prune=pruner)
+        choice = Sequential(model=copy.deepcopy(shallow), window=3, prune=pruner)
     meters: list[SequenceMeter] = []
     sequence = Meter.sequence
     monkeypatch.setattr(Meter, "sequence", lambda self: meters.append(sequence(self)) or meters[-1])
-    with mmaccel.accelerate(model, draft=choice), ThreadPoolExecutor(8) as threads:
-        got = list(threads.map(lambda inputs: model.generate(**inputs, **told), work))
+    with mmaccel.accelerate(shallow, draft=choice), ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(lambda inputs: shallow.generate(**inputs, **told), work))
     assert all(torch.equal(one, plain) for one, plain in zip(got, want, strict=True))
     assert len(meters) == 8
     for meter in meters:
@@ -173,20 +173,20 @@ def test_eight_threads_all_draft_and_say_the_plain_text(
 
 @pytest.mark.parametrize("pruner", [UVPrune(layer=2), AttentionPrune(), UniformPrune()], ids=lambda p: p.name)
 def test_a_pruner_that_fails_ends_the_draft_and_not_the_target(
-    family: str, model: Any, pruner: TokenPruner, monkeypatch: pytest.MonkeyPatch
+    family: str, shallow: Any, pruner: TokenPruner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*given: Any) -> Tensor:
         raise RuntimeError("out of memory")
 
     inputs = prompt(family, PROMPTS["video"])
-    plain = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    draft = Sequential(model=copy.deepcopy(model), prune=pruner)
-    with mmaccel.accelerate(model, draft=draft) as fast:
+    plain = shallow.generate(**inputs, max_new_tokens=6, do_sample=False)
+    draft = Sequential(model=copy.deepcopy(shallow), prune=pruner)
+    with mmaccel.accelerate(shallow, draft=draft) as fast:
         monkeypatch.setattr(type(pruner), "keep", broken)
         with pytest.warns(MmaccelWarning, match="out of memory"):
-            assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
+            assert torch.equal(shallow.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
         assert "out of memory" in str(fast.report())
-        layout = fast.adapter.layout(model, inputs)
+        layout = fast.adapter.layout(shallow, inputs)
         with pytest.raises(RuntimeError, match="out of memory"):
             fast(**inputs, **read_by(Listener(fast, pruner, layout, print)))
 

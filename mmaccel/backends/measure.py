@@ -110,7 +110,7 @@ def bench(run: Callable[[], Any], device: torch.device, ahead: float = 0.0) -> f
     return min(taken[2:])
 
 
-def launching(run: Callable[[], Any], device: torch.device) -> float:
+def launch_seconds(run: Callable[[], Any], device: torch.device) -> float:
     """Host seconds to launch `run` on CUDA: the minimum of three after one warm-up; 0 on CPU."""
     if device.type != "cuda":
         return 0.0
@@ -146,7 +146,7 @@ def measured_costs(
         return Line.through((short, bench(first, device)), (long, bench(second, device)))
 
     def plans(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Line, float]:
-        host = launching(second, device)
+        host = launch_seconds(second, device)
         more = {"ahead": AHEAD * host} if host else {}
         early, late = (bench(one, device, **more) for one in (first, second))
         # What does not grow between two prompts does not grow beyond them.

@@ -118,7 +118,7 @@ def ends_of(model: nn.Module, tokenizer: Any) -> set[int]:
     return set(told) if isinstance(told, list | tuple) else {told}
 
 
-def drafted(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
+def draft_figures(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
     """JSON-ready figures of a generation of one prompt with a draft, beside a `plain` one without, if that was run.
 
     kept          accepted tokens per round, mean: M without the target's own token (SpecVLM, PEARL)
@@ -126,7 +126,7 @@ def drafted(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
     streak        accepted tokens in a row, over rounds if the draft runs ahead (ParallelVLM's adaptive length), mean
     share         accepted tokens over drafted tokens up to each first rejection
     tokens_per_s  after the first token; `plain_per_s` without draft (None: not run), `speedup` over it
-    same          whether tokens equal those without draft, or that was not run; `certify` judges a difference
+    same          whether tokens equal those without draft, or that was not run; `check_rounding` judges a difference
     """
     (ids, report), draft = run, run[1].draft
     lengths, steps, pace = draft["lengths"], draft["target_steps"], report.tokens_per_s
@@ -175,7 +175,7 @@ class RoundingCheck:
 
 
 @torch.no_grad()
-def certify(
+def check_rounding(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
     ours: Tensor,
@@ -226,7 +226,7 @@ def _logits(model: nn.Module, inputs: Mapping[str, Tensor], before: Tensor, size
     return out[0, -1].double()
 
 
-def read_rate(device: torch.device | str = "cpu", size: int = 1 << 28) -> float:
+def memory_bandwidth(device: torch.device | str = "cpu", size: int = 1 << 28) -> float:
     """Memory bandwidth of this device in bytes per second: the best of five sums over `size` bytes."""
     data, best = torch.ones(size // 4, device=device), 0.0
     wait: Callable[[torch.device], None] = torch.cuda.synchronize if data.is_cuda else lambda _: None
@@ -239,7 +239,7 @@ def read_rate(device: torch.device | str = "cpu", size: int = 1 << 28) -> float:
     return best
 
 
-def floor_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
+def min_step_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
     """Lower bound of a decode step in seconds: reading the language model's weights and the cache once."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()

@@ -188,8 +188,8 @@ def _other(kind: str, name: str) -> str:
     elif kind == "backend":
         text = inspect.getdoc(import_module(select.BACKENDS[name])) or ""
     else:
-        card = shipped.path(name) / "README.md"
-        text = card.read_text(encoding="utf-8") if card.is_file() else str(shipped.path(name))
+        card = shipped.model_folder(name) / "README.md"
+        text = card.read_text(encoding="utf-8") if card.is_file() else str(shipped.model_folder(name))
     return f"{name} ({kind})\n\n{text}"
 
 
@@ -204,7 +204,7 @@ def build(slot: str, name: str, **fields: Any) -> Any:
     return policy(slot, {"name": name, **fields})
 
 
-def verdict(works: Callable[[], object], names: Iterable[str] = ()) -> str:
+def reason_or_yes(works: Callable[[], object], names: Iterable[str] = ()) -> str:
     """`YES` if `works` raises no `RecipeError`, else its message without the policy `names`, so that equal reasons match."""
     try:
         works()
@@ -230,21 +230,21 @@ def choices() -> dict[str, list[str]]:
 
 def refusal(use: str, names: Iterable[str] = (), **parts: Any) -> str:
     """`YES`, or why a recipe of the policies `parts` does not support the use `use`; `names` are removed from the reason."""
-    return verdict(lambda: USES[use](Recipe(**parts)), names)
+    return reason_or_yes(lambda: USES[use](Recipe(**parts)), names)
 
 
-def together(one: str, other: str, a: str, b: str) -> str:
+def combine(one: str, other: str, a: str, b: str) -> str:
     """`YES`, or why policies `a` and `b` of two recipe fields cannot be combined for any use."""
 
     told = [refusal(use, (a, b), **{one: build(one, a), other: build(other, b)}) for use in USES]
     return YES if YES in told else told[-1]
 
 
-def inside(draft: str, prune: str) -> str:
+def draft_prunes(draft: str, prune: str) -> str:
     """`YES`, or why a draft cannot take a pruner for its own prompt."""
     if not takes("draft", draft, "prune"):
         return "the draft takes no pruner: it has no prompt of its own that holds video."
-    found = verdict(lambda: build("draft", draft, prune=prune), (prune,))
+    found = reason_or_yes(lambda: build("draft", draft, prune=prune), (prune,))
     return found.removeprefix(f"{draft}: ")
 
 
@@ -258,9 +258,9 @@ def markdown() -> str:
     parts, names = [], {kind: [name for name in some if name != "none"] for kind, some in choices().items()}
     for one, other in itertools.combinations(SLOTS, 2):
         title = f"{SLOTS[one]} beside {SLOTS[other]}"
-        parts.append(_table(title, names[one], names[other], partial(together, one, other)))
+        parts.append(_table(title, names[one], names[other], partial(combine, one, other)))
     pruners = list(registry("prune"))
-    parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, inside))
+    parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, draft_prunes))
     for slot, said in SLOTS.items():
         parts.append(_table(f"what a {said} serves", names[slot], [*USES], partial(serves, slot)))
     return "\n\n".join(parts) + "\n"

@@ -22,7 +22,7 @@ from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoStall
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, endings, fields_of, names, stream_policy
 from mmaccel.core.registry import registry
-from mmaccel.core.streams.sources import Event, reopened
+from mmaccel.core.streams.sources import Event, reconnecting
 from mmaccel.models import load_processor, loading
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def where(device: str) -> str:
     """An available device; "auto" is the first CUDA device, or else the CPU."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return str(loading.there(device, "--device"))
+    return str(loading.check_device(device, "--device"))
 
 
 def dtype(name: str) -> str:
@@ -110,7 +110,7 @@ KeepSeconds = Annotated[
 ]
 
 
-def retaining(recipe: Recipe, keep_seconds: float | None, host_bytes: str | None, field: str) -> Recipe:
+def with_retention(recipe: Recipe, keep_seconds: float | None, host_bytes: str | None, field: str) -> Recipe:
     """Set in a recipe for streams how many seconds of frames are kept, and the memory cap `field` ("host_bytes" or
     "process_bytes") beyond which the oldest are dropped; raises `RecipeError` for a KV policy that cannot drop frames."""
     changed: dict[str, Any] = {}
@@ -192,7 +192,7 @@ def read_video(
 ) -> Video:
     """Read the frames for a model: as asked ("auto": as many as `model` can hold under `recipe`), or by its default
     `Budget`."""
-    from mmaccel.models.taking import most_frames, take
+    from mmaccel.models.taking import most_frames, sample
 
     if frames is not None and (fps is not None or max_frames is not None):
         raise VideoError(
@@ -206,7 +206,7 @@ def read_video(
         remark(told.replace("frames='auto'", "--frames auto"))
     how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
     with own_options():
-        return take(
+        return sample(
             processor, path, **how, faster=fps is None, progress=counter(progress, "decode", "frames")
         )
 
@@ -249,7 +249,7 @@ def rate(fps: float, own: float | None) -> str:
     )
 
 
-def connected(opens: Callable[[], Any], note: Callable[[Event], None]) -> Generator[Video, None, None]:
+def keep_connected(opens: Callable[[], Any], note: Callable[[Event], None]) -> Generator[Video, None, None]:
     """Clips of a camera or URL that is reopened whenever it ends; each break is reported to `note` and to the user."""
 
     def told(event: Event) -> None:
@@ -260,10 +260,10 @@ def connected(opens: Callable[[], Any], note: Callable[[Event], None]) -> Genera
     def later(clip: Video, seconds: float) -> Video:
         return dataclasses.replace(clip, clock=clip.clock + seconds)
 
-    return reopened(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), later)
+    return reconnecting(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), later)
 
 
-def sound(
+def until_stall(
     clips: Iterator[Video], video: str, fps: float, broken: list[VideoError], *, guess: bool, quiet: bool
 ) -> Iterator[Video]:
     """Yield clips up to a stall or error, which is put into `broken`; before the first clip it is raised instead.

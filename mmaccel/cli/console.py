@@ -54,7 +54,7 @@ def print_json(result: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def quiet() -> None:
+def silence_libraries() -> None:
     """Silence the libraries we use, and print our own warnings as one line each."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

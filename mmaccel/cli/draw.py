@@ -23,7 +23,7 @@ from mmaccel.core.registry import registry
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import recipe_of
 from mmaccel.figure import figure, save
-from mmaccel.models.loading import outline
+from mmaccel.models.loading import from_config
 from mmaccel.policies.sparse.per_head import read_table
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def draw(
     pattern by the pairs it computes on a small prompt, in the tokens' order and in its plan's. Of a saved session with
     clusters: the cluster of each watched frame (timeline), and the frames that its questions retrieve (retrieved).
     """
-    from mmaccel.search.measure import Inside, watch
+    from mmaccel.search.measure import LayerInputs, watch
     from mmaccel.search.picture import head_picture, plan_picture, table_map
 
     if form not in FORMATS:
@@ -98,7 +98,7 @@ def draw(
                 say(str(path))
         return
     check_videos(video)
-    shape = outline(model).geometry
+    shape = from_config(model).geometry
     wanted = _wanted(layer, head, shape.layers, shape.heads)
     processor = choices.processor(model)
     with bars() as progress:
@@ -107,7 +107,7 @@ def draw(
         output.mkdir(parents=True, exist_ok=True)
         tell, done, whole = steps(progress, "heads"), 0, sum(map(len, wanted.values()))
 
-        def visit(inside: Inside) -> None:
+        def visit(inside: LayerInputs) -> None:
             nonlocal done
             for one in wanted[inside.layer]:
                 path = output / f"layer{inside.layer:02d}-head{one:02d}.{form}"

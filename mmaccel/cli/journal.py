@@ -116,7 +116,7 @@ def _is_sound(point: Point) -> bool:
     return right and 0 <= point.until < math.inf and math.isfinite(point.shift)
 
 
-class Keeper:
+class PeriodicSaver:
     """Saves a session to `folder` periodically, with its journal; without a folder it does nothing.
 
     reading   what `watch` reads; None for a source that cannot be continued, such as a camera

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mmaccel.cli.console import quiet, sentence
+from mmaccel.cli.console import sentence, silence_libraries
 from mmaccel.core.errors import MmaccelError, RecipeError, VideoError, shown
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -171,7 +171,7 @@ def program(name: str, purpose: str) -> typer.Typer:
     ) -> None:
         """Import what `--import` names, before the command runs."""
         for one in own or ():
-            bring(one)
+            import_plugin(one)
 
     return app
 
@@ -191,7 +191,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
         if ours:
             _signal = _Signal()
             signal.signal(signal.SIGTERM, _signal.handle)
-        quiet()
+        silence_libraries()
         command, given = typer.main.get_command(app), None if arguments is None else list(arguments)
         status = command.main(args=given, standalone_mode=False)
     except KeyboardInterrupt:
@@ -214,7 +214,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(TERMINATED if code == INTERRUPTED and _signal.came else code)
 
 
-def bring(given: str) -> None:
+def import_plugin(given: str) -> None:
     """Import a user's file of policies, or a module by name (--import); raises `RecipeError` if it is missing or fails.
 
     Only the command line can name such files: a recipe, which somebody else may have written, cannot run code. The file's

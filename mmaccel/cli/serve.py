@@ -87,7 +87,7 @@ def serve(
     chosen = choices.recipes(recipe or list(DEFAULT), draft)
     lets_go = [name for name, one in chosen.items() if hasattr(one.kv, "keep_seconds")]
     for name in lets_go or list(chosen):
-        chosen[name] = choices.retaining(chosen[name], keep_seconds, host_bytes, "process_bytes")
+        chosen[name] = choices.with_retention(chosen[name], keep_seconds, host_bytes, "process_bytes")
     for one in chosen.values():
         choices.check(one, model, device)
     make = partial(_engine, model, device, dtype, chosen, settings)

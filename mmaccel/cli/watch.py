@@ -16,14 +16,14 @@ from typer import Argument, Exit, Option
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
 from mmaccel.cli.console import bars, counter, many, out, print_json, remark, say, sentence
-from mmaccel.cli.journal import EVERY_S, Keeper, WatchSource, point_of
+from mmaccel.cli.journal import EVERY_S, PeriodicSaver, WatchSource, point_of
 from mmaccel.cli.program import INTERRUPTED, shielded, stopping
 from mmaccel.cli.questions import INPUT, Asked, Piece, Typed, acted, below, cut, evidence_table, parsed, piped
 from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.streams.live import settled
+from mmaccel.core.streams.live import gc_frozen
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, recipe_of, writable
 from mmaccel.core.streams.sources import Event
@@ -102,7 +102,7 @@ def watch(
     """
     from mmaccel import media
     from mmaccel.media.address import is_url
-    from mmaccel.models.taking import tell_of_world
+    from mmaccel.models.taking import warn_foreign
 
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")
@@ -116,13 +116,13 @@ def watch(
         chosen = choices.memory(recipe or RECIPE) if load is None else recipe_of(load)
         if load is not None and (keep_seconds is not None or host_bytes is not None):
             raise RecipeError("--keep-seconds, --host-bytes: a saved session has its own; leave them out.")
-        chosen = choices.retaining(chosen, keep_seconds, host_bytes, "host_bytes")
+        chosen = choices.with_retention(chosen, keep_seconds, host_bytes, "host_bytes")
         processor = choices.processor(model)
         clips: Iterator[Video] = iter(())
         reading, point, broken, stored = None, None, list[VideoError](), False
         breaks: list[Event] = []
         if video is not None:
-            tell_of_world(processor, video)
+            warn_foreign(processor, video)
             # What is live runs away while a model is loaded, and cannot be gone on with.
             comes = format is not None or is_url(video)
             if reconnect and not comes:
@@ -139,9 +139,9 @@ def watch(
             if point is None or not point.whole:
                 count = clip or (STORED if stored else LIVE)
                 opens = partial(media.clips, video, fps=fps, frames_per_clip=count, start=start, **how)
-                clips = choices.connected(opens, breaks.append) if reconnect else opens()
+                clips = choices.keep_connected(opens, breaks.append) if reconnect else opens()
             # Of a camera, or of a file that grows, the rate is a guess.
-            clips = choices.sound(
+            clips = choices.until_stall(
                 clips, video, fps, broken, guess=follow or format is not None, quiet=as_json
             )
             if not comes and not follow:
@@ -164,8 +164,8 @@ def watch(
         raise Exit(INTERRUPTED) from None
     typed = Typed(terminal)
     stopped, kept, whole, failed = False, False, False, list[Exception]()
-    with session, settled():
-        keeper = Keeper(session, save, reading, point, every)
+    with session, gc_frozen():
+        keeper = PeriodicSaver(session, save, reading, point, every)
         work = Watching(session, asked, fps, max_new_tokens, evidence, as_json)
         try:
             with bars() as progress:
@@ -225,7 +225,7 @@ def watch(
             "events": [asdict(one) for one in events],
             "breaks": [asdict(one) for one in breaks],
             "let_go": [asdict(one) for one in session.events],
-            "error": " ".join(map(in_words, failed)) or None,
+            "error": " ".join(map(error_text, failed)) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
             "answers": work.told,
         }
@@ -253,7 +253,7 @@ def watch(
         if saved:
             remark(f"saved {frames} to {save}" if kept else saved)
         for another in failed[1:]:
-            remark(f"error: {in_words(another)}")
+            remark(f"error: {error_text(another)}")
         raise failed[0]
     if stopped:
         raise Exit(INTERRUPTED)
@@ -272,21 +272,21 @@ class Watching:
     def __init__(
         self, session: VideoSession, asked: list[Asked], fps: float, most: int, moments: int, quiet: bool
     ) -> None:
-        from mmaccel.media.sampling import Log
+        from mmaccel.media.sampling import EventLog
 
         self._session, self._fps = session, fps
         self._most, self._moments, self._quiet = most, moments, quiet
         self.begin, self.had = session.seconds if len(session) else None, len(session)
         self.asked, self.left = asked, list(asked)
         self.told: list[dict[str, Any]] = []
-        self.uneven = Log()
+        self.uneven = EventLog()
 
     def shift(self, first: Video) -> float:
         """Seconds to add to the source's times, so that the video follows the saved session; `first` is its first clip."""
         start = float(first.clock[0])
         return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
 
-    def pieces(self, clips: Iterator[Video], keeper: Keeper) -> Iterator[Piece]:
+    def pieces(self, clips: Iterator[Video], keeper: PeriodicSaver) -> Iterator[Piece]:
         """Yield the clips with the session's times, cut after the last frame before each question."""
         for part in clips:
             if keeper.shift is None:
@@ -376,6 +376,6 @@ class Watching:
         )
 
 
-def in_words(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """An error as one sentence; an unexpected one with its class name."""
     return sentence(error) or f"{type(error).__name__}: {error}"

@@ -289,7 +289,7 @@ def _generation(tried: _Tried) -> Iterator[Row]:
 
 
 def _pruners(tried: _Tried) -> Iterator[Row]:
-    layer = max(tried.family.first_cut(tried.model), 1)
+    layer = max(tried.family.first_prune_layer(tried.model), 1)
     recipe = {"prune": {"name": "fastv", "layer": layer, "retention": 1.0}}
     if "pruning" in tried.family.unable:
         yield "prune fastv", *tried.refused(recipe)

@@ -168,7 +168,7 @@ def _count(who: str, state: KVState, want: int, when: str) -> None:
 # Streams: places of rows, questions that leave no trace, the way back to a checkpoint.
 
 
-class Wheel:
+class RotaryModel:
     """A model with only RoPE: it rotates pairs (i, i + D/2) by the position on axis 0, the last pair by the last axis."""
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ def check_stream(policy: StreamPolicy) -> None:
     head, unit = torch.arange(HEAD)[None], HEAD + torch.arange(TOKENS)[None]
     places = PositionIds(head, unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, 10**6)
     stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places, dtype=torch.float64)
-    model: Any = Wheel()
+    model: Any = RotaryModel()
     state = policy.open_stream(stream, GEOMETRY, model, CPU)
     if isinstance(state, FrameMemory):
         return state.close()  # no pass goes through it: a session alone can try it

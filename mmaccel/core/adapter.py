@@ -133,13 +133,13 @@ class ModelAdapter(ABC):
     def geometry(self, model: nn.Module) -> Geometry:
         """Return the sizes of the part that this process computes: under tensor parallelism, the heads of its shard."""
 
-    def whole_geometry(self, model: nn.Module) -> Geometry:
+    def global_geometry(self, model: nn.Module) -> Geometry:
         """Return the sizes of the whole model, over all tensor-parallel shards."""
         return self.geometry(model)
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's type and sizes (JSON-ready), by which a table of head patterns is matched to a model."""
-        shape = self.whole_geometry(model)
+        shape = self.global_geometry(model)
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
         return {"type": kind, **sizes}
@@ -149,9 +149,9 @@ class ModelAdapter(ABC):
         they cannot be read (absent, sharded, quantized or offloaded)."""
         return None
 
-    def own_heads(self, model: nn.Module) -> range:
+    def local_heads(self, model: nn.Module) -> range:
         """Return the indices of the query heads that this process computes: under tensor parallelism, those of its shard."""
-        return range(self.whole_geometry(model).heads)
+        return range(self.global_geometry(model).heads)
 
     def folder(self, model: nn.Module) -> Path | None:
         """Return the local folder the model was loaded from, or None."""
@@ -222,7 +222,7 @@ class ModelAdapter(ABC):
         raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
 
     def check(self, model: nn.Module, recipe: Any) -> None:
-        """Raise `RecipeError` if the model cannot do what `recipe` asks, by `unable`, `rollback_limit` and `first_cut`."""
+        """Raise `RecipeError` if the model cannot do what `recipe` asks; see `unable` and `rollback_limit`."""
         who, prune, draft = f"models of the family {self.name!r}", recipe.prune, recipe.draft
         asked = {
             "streams": ("kv", recipe.kv, not recipe.kv.sequences),
@@ -242,13 +242,13 @@ class ModelAdapter(ABC):
         if (getattr(model, "tp_size", None) or 1) == 1:
             return
         for kind, part in (("kv", recipe.kv), ("prune", prune), ("draft", draft), ("prune", draft.pruner)):
-            if part is not None and part.unsharded is not None:
+            if part is not None and part.no_tensor_parallel is not None:
                 raise RecipeError(
                     f"{kind} {part.name!r}: it {part.unsharded}, so it does not run under tensor parallelism; choose "
                     f"another {kind}, or load the model without distributed_config."
                 )
         layers = [] if prune is None else [one.layer for one in prune.stages(self.geometry(model).layers)]
-        first = self.first_cut(model)
+        first = self.first_prune_layer(model)
         if layers and 0 < layers[0] < first:
             raise RecipeError(
                 f"prune {prune.name!r} cuts before layer {layers[0]}, and {who} add features to all visual tokens before "
@@ -280,7 +280,7 @@ class ModelAdapter(ABC):
         `kwargs`; may remove some of these."""
         return note
 
-    def first_cut(self, model: nn.Module) -> int:
+    def first_prune_layer(self, model: nn.Module) -> int:
         """Return the first decoder layer before which a token pruner may drop tokens."""
         return 1
 

@@ -25,12 +25,12 @@ from mmaccel.core.prefill.sparse import choose_backend
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, RunningStates, Turns
+from mmaccel.core.streams.parts import Clip, FairLock, Moment, Question, RunningStates, TokenChoice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from mmaccel.core.decoding.batch import Seat
+    from mmaccel.core.decoding.batch import BatchSlot
     from mmaccel.core.prefill.context import Context
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
@@ -49,9 +49,9 @@ class StreamModel(ABC):
     dtype: torch.dtype
     device: torch.device
     layer_devices: list[torch.device]
-    turns: Turns
+    turns: FairLock
     shares: bool = False  # whether it has `run_each`
-    words_beside: tuple[int, int] = (0, 0)
+    text_around_unit: tuple[int, int] = (0, 0)
     """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
     ready: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda state, running: None)
     """Before the first token of an answer on a memory: what a step of it does when it comes for the first time."""
@@ -150,7 +150,7 @@ class StreamAdapter(StreamModel):
         """Return the token ids [n] that follow the video when `question` (a text or messages) is asked, and the range
         (begin, end) of the user's own words in them. Raises `ModelError` for an empty question."""
 
-    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
+    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
         """Return how at most `most` tokens after `ids` [1, S] are chosen, by `settings` of `generate`; `drafts`: a draft
         proposes some. Raises `ModelError` for an unknown setting."""
         raise ModelError(f"{next(iter(settings))}: this model decodes greedily only; leave it out.")
@@ -224,7 +224,7 @@ class Accelerated:
     such as PEFT's), `recipe`, `attention` (the attention configuration), `view` (what policies may use of the model)."""
 
     context: Context | None = None  # the processes with which this one shares the rows of a prompt
-    seat: Seat | None = None  # of its next call of `generate`, in a batch of several calls
+    seat: BatchSlot | None = None  # of its next call of `generate`, in a batch of several calls
 
     def __init__(self, model: nn.Module, recipe: Recipe, context_mesh: DeviceMesh | None = None) -> None:
         self._outer = model

@@ -76,7 +76,7 @@ class Field:
         return self.said()
 
 
-class Sentence:
+class MessageWithFields:
     """Base of errors and warnings whose `args` are pieces of the message: strings, and a `Field` for call arguments."""
 
     args: tuple[Any, ...]
@@ -89,7 +89,7 @@ class Sentence:
         return self.said()
 
 
-class MmaccelError(Sentence, Exception):
+class MmaccelError(MessageWithFields, Exception):
     """Base class of every error that this package raises on purpose."""
 
 
@@ -231,7 +231,7 @@ class WorldError(MmaccelError, ValueError):
     """A request to the synthetic video generator (mmaccel-lab) is wrong."""
 
 
-class MmaccelWarning(Sentence, UserWarning):
+class MmaccelWarning(MessageWithFields, UserWarning):
     """Base class of the warnings of this package."""
 
 
@@ -239,7 +239,7 @@ class VideoWarning(MmaccelWarning):
     """Frames of a video were lost; the message says how many."""
 
 
-def tell_kept(error: Exception, frames: int) -> None:
+def note_frames_kept(error: Exception, frames: int) -> None:
     """Add to the message of `error` that the `frames` frames before it were kept."""
     text = f"the {frames} frames before it are kept"
     if isinstance(error, MmaccelError):

@@ -107,7 +107,7 @@ class TokenLayout:
         return torch.where(framed, count - first, -1)
 
     @cached_property
-    def census(self) -> dict[int, int]:
+    def max_tokens_of(self) -> dict[int, int]:
         """For each modality, the largest number of valid tokens in any sequence (read from the device once)."""
         kinds = list(MODALITIES)
         counts = torch.stack([((self.modality == m) & self.valid).sum(1).amax() for m in kinds])

@@ -63,7 +63,7 @@ class Policy(metaclass=_TakesFormerFields):
     name: ClassVar[str]
     file: ClassVar[tuple[str, str] | None] = None
     words: ClassVar[Mapping[str, str]] = {}
-    unsharded: ClassVar[str | None] = None
+    no_tensor_parallel: ClassVar[str | None] = None
     """Why it does not serve a process that has some of a layer's heads (tensor parallelism), after "it"; None: it does."""
 
     def __init_subclass__(cls, kind: str | None = None) -> None:

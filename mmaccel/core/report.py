@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import select
-from mmaccel.core.report_page import Paged
+from mmaccel.core.report_page import HtmlReport
 
 
 @dataclass(frozen=True)
-class Report(Paged):
+class Report(HtmlReport):
     """Figures of the last generation or forward pass of an accelerated model, or of the last answer on a stream.
 
     kept            query-key pairs in the listed blocks over causal pairs in prefill, mean over all layers and heads, dense

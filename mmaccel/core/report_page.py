@@ -42,7 +42,7 @@ img {{ display: block; max-width: 100% }} .less {{ opacity: .75 }} svg {{ max-wi
 """
 
 
-class Paged:
+class HtmlReport:
     """Mixin of `Report`: returns its fields as a dictionary, and saves them as an HTML page."""
 
     recipe: dict[str, Any]

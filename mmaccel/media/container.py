@@ -17,7 +17,7 @@ from av.format import Flags
 
 from mmaccel.core.errors import Field, VideoError
 from mmaccel.media import address
-from mmaccel.media.sampling import Log
+from mmaccel.media.sampling import EventLog
 
 FOREVER = float("inf")
 PATIENCE_S = 30.0
@@ -69,7 +69,7 @@ class Source(AbstractContextManager["Source"]):
         self.corrupt: set[int] = set()
         self._read = 0.0
         self.restarted = False
-        self.log = Log()
+        self.log = EventLog()
         # Seconds between key frames, the longest seen; None before two were, infinite where seeking fails.
         self.gap: float | None = None
         self._goal: float | None = None

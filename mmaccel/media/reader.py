@@ -16,7 +16,7 @@ from torch import Tensor
 from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
 from mmaccel.core.memory.buffers import host_available
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import FASTEST, TIE, grid, half_tick, nearest, rising, ticked, uniform
+from mmaccel.media.sampling import FASTEST, TIE, at_ticks, grid, half_tick, nearest, strictly_rising, uniform
 from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
 
 Fit = Callable[[int, int, int], tuple[int, int]]
@@ -130,7 +130,7 @@ def read(
         kept.clear()
         del drawing
         if fps is None:
-            clock = rising(times, 1.0 / (source.rate or 25.0))
+            clock = strictly_rising(times, 1.0 / (source.rate or 25.0))
         rate = (plan.rate or source.rate) / step or len(times) / max(end - times[0], 1e-9)
         whole = source.duration
         return Video(
@@ -185,7 +185,7 @@ def _by_rate(
     if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
         each = unless_last(each, most)
-    return Plan(ticked(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
+    return Plan(at_ticks(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
 
 
 def unless_last(stream: Iterable[Any], number: int) -> Iterator[Any]:

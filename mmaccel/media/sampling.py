@@ -88,7 +88,7 @@ def nearest(
             target = next(wanted, None)
 
 
-class Log:
+class EventLog:
     """Collects events in reading order; joins adjacent ones of one kind."""
 
     def __init__(self) -> None:
@@ -112,8 +112,8 @@ class Log:
         return tuple(sorted(given, key=lambda one: one.time))
 
 
-def ticked(
-    stream: Iterable[tuple[float, Item]], start: float, fps: float, log: Log, gaps: Gaps
+def at_ticks(
+    stream: Iterable[tuple[float, Item]], start: float, fps: float, log: EventLog, gaps: Gaps
 ) -> Iterator[tuple[float, float, Item | None]]:
     """Turn (time, item) for each tick `start + k / fps` into (tick, time, item). Where an item repeats that of the tick
     before, a gap is logged, and with `gaps` "skip" the item is None."""
@@ -126,7 +126,7 @@ def ticked(
         yield tick, time, None if stands and gaps == "skip" else item
 
 
-def rising(times: Sequence[float], step: float) -> list[float]:
+def strictly_rising(times: Sequence[float], step: float) -> list[float]:
     """Make times strictly rising: equal times are spread evenly up to the next time, the last ones by `step`."""
     found: list[float] = []
     runs = [(time, len(list(run))) for time, run in itertools.groupby(times)]

@@ -19,7 +19,7 @@ from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.address import Pipe, is_file, is_finished, is_pipe, is_url, local_path, ready
 from mmaccel.media.container import Source
 from mmaccel.media.reader import Plan, check_arguments, warn_of_loss, warn_of_shrinking
-from mmaccel.media.sampling import TIE, Log, grid, half_tick, nearest, ticked
+from mmaccel.media.sampling import TIE, EventLog, at_ticks, grid, half_tick, nearest
 from mmaccel.media.video import Event, Gaps, Picture, Progress, Video, stacked
 
 AHEAD = 8
@@ -232,7 +232,7 @@ class _Reading:
                 each = nearest(
                     frames, grid(0.0, self.fps), source.jump, source.frame_end, half_tick(self.fps)
                 )
-                for tick, time, frame in ticked(each, 0.0, self.fps, source.log, self.gaps):
+                for tick, time, frame in at_ticks(each, 0.0, self.fps, source.log, self.gaps):
                     self.seen += 1
                     if frame is None:
                         continue
@@ -307,7 +307,7 @@ class Clips(Iterator[Video]):
         self._thread = threading.Thread(
             target=reading.run, args=(self._queue,), name="mmaccel-media", daemon=True
         )
-        self._clip, self._log = list[_Taken](), Log()
+        self._clip, self._log = list[_Taken](), EventLog()
         self._end: Exception | None = None
         self._silent_since: float | None = None
 

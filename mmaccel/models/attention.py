@@ -70,10 +70,10 @@ def attention(
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         if asks:
-            out = OneWay.apply(run, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
+            out = ForwardOnlyAttention.apply(run, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = run.attend(layer, query, key, value, scale)
-        weights = weights_of(run, layer, query, key, value, scale) if gives else None
+        weights = attention_weights(run, layer, query, key, value, scale) if gives else None
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -138,7 +138,7 @@ def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-class OneWay(torch.autograd.Function):
+class ForwardOnlyAttention(torch.autograd.Function):
     """Autograd function for attention while gradients are enabled: forward works, backward raises `ModelError`."""
 
     @staticmethod
@@ -153,7 +153,7 @@ class OneWay(torch.autograd.Function):
 
 
 @torch.no_grad()
-def weights_of(
+def attention_weights(
     run: ForwardPass | PackedPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
     """Attention weights [B, H, n, N] of `layer`, in the dtype of the values, for the arguments that `attend` gets.
@@ -164,7 +164,7 @@ def weights_of(
         whole = value.new_zeros(*query.shape[:3], key.shape[2])
         for b, columns, one in run.runs:
             q, k, v = (x[b : b + 1, :, columns] for x in (query, key, value))
-            whole[b, :, columns, columns] = weights_of(one, layer, q, k, v, scale)[0]
+            whole[b, :, columns, columns] = attention_weights(one, layer, q, k, v, scale)[0]
         return whole
     if run.state is None:
         view = KVView(key, value, window=run.config.sliding.get(layer))
@@ -212,7 +212,7 @@ def check_forward(recipe: Recipe, kwargs: Mapping[str, Any], layers: nn.ModuleLi
             )
 
 
-def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Tensor | None:
+def packed_sequence_ids(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Tensor | None:
     """For a forward pass without cache over packed sequences: the sequence number [B, S] of each column; else None.
 
     Packing is detected as in transformers: no mask, and positions that restart. Under M-RoPE the text positions come before
@@ -227,13 +227,13 @@ def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Te
     return find_packed_sequence_indices(positions)
 
 
-def pieces(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]]:
+def chunks_of(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]]:
     """Split the new tokens of `run` into chunks (begin, end) of `chunk` tokens, or a few more rather than cut an image."""
     begin, count = 0, run.layout.length - run.start
     while begin < count:
         end = begin + chunk
         if run.images is not None:
-            end = run.images.uncut(run.start + end) - run.start
+            end = run.images.next_cut(run.start + end) - run.start
         yield begin, (begin := min(end, count))
 
 
@@ -361,10 +361,10 @@ def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any
     states, layers = family.states(model), family.geometry(model).layers
     if not states:
         return DynamicCache() if state is None else KVCache(state, layers)
-    from mmaccel.models.recurrent import Recurrent, dynamic
+    from mmaccel.models.recurrent import Recurrent, rollback_cache
 
     if state is None:
-        return dynamic(model, states)
+        return rollback_cache(model, states)
     return KVCache(state, layers, {number: Recurrent(module) for number, module in states.items()})
 
 

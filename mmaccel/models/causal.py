@@ -20,7 +20,7 @@ class WithoutVision:
     decoder_layers = frozenset({"Qwen2DecoderLayer", "Qwen2_5_VLDecoderLayer"})
 
     def geometry(self: Any, model: nn.Module) -> Geometry:
-        return self.whole_geometry(model)  # type: ignore[no-any-return]
+        return self.global_geometry(model)  # type: ignore[no-any-return]
 
     def multimodal(self, model: nn.Module) -> nn.Module:
         return model.base_model  # type: ignore[return-value]
@@ -34,7 +34,7 @@ class WithoutVision:
         return {"inputs_embeds": self.words(model)(inputs["input_ids"])}
 
 
-def reads(model: nn.Module) -> bool:
+def is_causal_lm(model: nn.Module) -> bool:
     """Whether `model` (or a `ConfigOnlyModel`) is a causal language model; raises `ModelError` if it is stateful (such as
     Mamba), since a recurrent state cannot be rolled back."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig

@@ -21,7 +21,7 @@ from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text
 from mmaccel.core.files import outside
 from mmaccel.core.streams.parts import Clip
-from mmaccel.models.taking import tell_of_world
+from mmaccel.models.taking import warn_foreign
 
 SECONDS = 5.0
 """Seconds that a template may run."""
@@ -155,15 +155,15 @@ def _without(piece: Any, shown: dict[str, list[Any]]) -> dict[str, Any]:
     return {"type": kind}
 
 
-class Written(str):
+class ChatText(str):
     """Text made by a chat template; `plain` maps each marker in it to the special token's text that the marker replaces."""
 
     plain: Mapping[str, str]
 
 
-def written(
+def render(
     tokenizer: Any, template: str, messages: list[Any], *, special_tokens: bool, words: Collection[str]
-) -> Written:
+) -> ChatText:
     """Apply a chat template to `messages`, up to the start of the answer; raises `ModelError` if the template fails.
 
     special_tokens  whether special tokens inside the texts act as such, as in transformers; else they become plain text
@@ -195,14 +195,14 @@ def written(
         raise ModelError(
             f"chat template: it writes {len(text)} characters from {given}; fix the model's chat_template.jinja."
         )
-    whole = Written(text)
+    whole = ChatText(text)
     whole.plain = plain
     return whole
 
 
 def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Tokenize a text; special tokens that a `Written` text marks as plain are tokenized as ordinary text."""
-    plain = text.plain if isinstance(text, Written) else {}
+    """Tokenize a text; special tokens that a `ChatText` text marks as plain are tokenized as ordinary text."""
+    plain = text.plain if isinstance(text, ChatText) else {}
     if not plain:
         return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     marks = re.compile("|".join(map(re.escape, plain)))
@@ -233,7 +233,7 @@ def clips_of(
         for one in video:
             yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
     elif isinstance(video, str | os.PathLike):
-        tell_of_world(processor, video)
+        warn_foreign(processor, video)
         rate = READ_FPS if fps is None else fps
         read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
         with closing(read):
@@ -247,7 +247,7 @@ def clips_of(
         yield Clip(as_frames(video, fps)[0], None, fps)
 
 
-def alike(one: list[int], other: list[int]) -> int:
+def common_prefix(one: list[int], other: list[int]) -> int:
     """Length of the common prefix of two lists of token ids."""
     odd = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(odd, min(len(one), len(other)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, nearest
-from mmaccel.core.streams.parts import Choosing
+from mmaccel.core.streams.parts import TokenChoice
 from mmaccel.models.sequences import STATEFUL, Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -24,7 +24,7 @@ SETTINGS = (
 """Settings of `generate` that `VideoSession.ask` takes; and a seed, and the schema of an answer in JSON."""
 
 
-def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
+def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
     """Build the logits processors and stopping criteria for up to `most` new tokens after `ids` [1, S], from the arguments
     of `generate` in `settings`, not from the model's `generation_config`; raises `ModelError`. `drafts`: a draft proposes
     tokens."""
@@ -80,4 +80,4 @@ def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], 
     warp = Sampling(processors, sample) if sample or processors else None
     generator = None if seed is None else torch.Generator(adapter.device).manual_seed(int(seed))
     criteria = found["stopping_criteria"]
-    return Choosing(warp, generator, lambda ids: bool(criteria(ids, ()).any()))
+    return TokenChoice(warp, generator, lambda ids: bool(criteria(ids, ()).any()))

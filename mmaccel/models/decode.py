@@ -22,12 +22,12 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
-from mmaccel.models.fingerprint import hooked, known
+from mmaccel.models.fingerprint import can_fuse, hooked
 from mmaccel.models.layer_step import (
-    Carried,
     LayerStep,
     Rows,
     StateStep,
+    StepStates,
     Weights,
     layer_steps,
     norm_of,
@@ -35,7 +35,7 @@ from mmaccel.models.layer_step import (
     weights,
 )
 from mmaccel.models.modules import is_whole
-from mmaccel.models.recurrent import Recurrent, Seats, unharmed
+from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
@@ -43,9 +43,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 Buffers = list[tuple[Tensor, Tensor]]
 
 
-def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) -> bool:
+def can_capture(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) -> bool:
     """Whether decode steps of `model` on `cache` can be captured as CUDA graphs. Needed are: CUDA devices (or device types
-    in `also`), one for each layer and one for embedding and head; layers that `fingerprint.known` accepts, without
+    in `also`), one for each layer and one for embedding and head; layers that `fingerprint.can_fuse` accepts, without
     foreign modules or hooks; and a KV cache written in place."""
     from transformers import DynamicCache
 
@@ -66,7 +66,7 @@ def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) 
         return False
     layers: list[Any] = list(getattr(family.text(model), "layers", ()))
     activation = getattr(family.text(model).config, "hidden_act", "")
-    if not layers or not known(layers, activation, family):
+    if not layers or not can_fuse(layers, activation, family):
         return False
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
@@ -79,7 +79,7 @@ def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) 
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class CachedTokens:
     """Where the layers on one device keep a sequence's tokens.
 
     lacks  prompt tokens that a pruner dropped before these layers: their cache index is this much below the token's number
@@ -93,7 +93,7 @@ class Held:
 
 
 @dataclass(eq=False)
-class Part:
+class DeviceStep:
     """The layers on one device as a function of tensors of fixed shapes, for one decode step.
 
     number   index of this part in the model
@@ -112,7 +112,7 @@ class Part:
     line: Tensor
     layers: list[LayerStep | StateStep]
     buffers: Sequence[tuple[Tensor | Caches, Tensor]]
-    held: list[Held]
+    held: list[CachedTokens]
     words: Any
     ends: tuple[Any, Weights] | None
     looks: Tensor | None
@@ -123,7 +123,7 @@ class Part:
         columns: Tensor,
         places: Tensor,
         sees: Tensor | None = None,
-        carried: Carried | None = None,
+        carried: StepStates | None = None,
     ) -> Tensor:
         """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
 
@@ -131,7 +131,7 @@ class Part:
         `sees` [n] is that of `decode_attend`; `carried` what layers with a running state are given.
         """
         x = Rows(given if self.words is None else self.words(given).flatten(0, 1))
-        held: Held | None = None
+        held: CachedTokens | None = None
         attended = iter(zip(self.buffers, self.held, strict=True))
         for layer in self.layers:
             if isinstance(layer, StateStep):
@@ -157,7 +157,7 @@ class Part:
         count: int,
         width: int,
         branches: Branches | None,
-        carried: tuple[Seats, tuple[int, ...]] | None = None,
+        carried: tuple[StateSlots, tuple[int, ...]] | None = None,
     ) -> Tensor:
         """Run these layers on `given`, ids [1, count] or hidden states [width, E], after `held` cached tokens. Returns
         logits [1, width, V] or hidden states, in a buffer that the next call overwrites. `carried`: slots of recurrent
@@ -171,7 +171,7 @@ class Part:
         carries = None
         if carried is not None:
             told = room("told", (1, 4), torch.long).copy_(torch.tensor([carried[1]]))
-            carries = Carried(told, carried[0].each())
+            carries = StepStates(told, carried[0].each())
         depth = room("depth", (1, width), torch.long)
         if branches is not None:
             sees = room("sees", (width,), torch.long)
@@ -197,10 +197,10 @@ class SequenceSteps:
         if not rows or min(rows) < 1 or max(rows) > WINDOW:
             raise ModelError(f"rows {list(rows)}: give numbers from 1 to {WINDOW}.")
         self.model, self.family, self.rows = model, family, sorted(set(rows))
-        self.parts: list[Part] = []
+        self.parts: list[DeviceStep] = []
         self._buffers: Buffers = []
         self._laid: Any = None
-        self._seats: Seats | None = None
+        self._seats: StateSlots | None = None
 
     def width(self, count: int, branches: Branches | None) -> int | None:
         """The number of rows that a step of `count` rows is padded to; None if no graph is that wide, or if the draft tree
@@ -222,9 +222,9 @@ class SequenceSteps:
         the running states `carried`."""
         held, count = state.length(), ids.shape[1]
         out, parts, own = ids, self.lay(state, delta, width), None
-        with unharmed(carried):
+        with restored_on_error(carried):
             if carried:
-                self._seats = self._seats or Seats([one.module for one in carried])
+                self._seats = self._seats or StateSlots([one.module for one in carried])
                 own = self._seats, self._seats.of(carried, count)
             for part in parts:
                 out = part.run(out, held, count, width, branches, own)
@@ -234,7 +234,7 @@ class SequenceSteps:
         state.wrote(count)
         return out[:, :count].clone()
 
-    def lay(self, state: KVState, delta: int, room: int) -> list[Part]:
+    def lay(self, state: KVState, delta: int, room: int) -> list[DeviceStep]:
         """Build the parts, device by device, over KV buffers with room for `room` more tokens; graphs captured over replaced
         buffers are dropped."""
         buffers = state.buffers(room)
@@ -248,29 +248,29 @@ class SequenceSteps:
         home = words.weight.device
         scoring = state.pruner.scoring_layer if isinstance(state, PrunedKVState) else None
         cuts: list[tuple[torch.device, list[int]]] = []
-        for device, numbers in loading.runs([key.device for key, _ in buffers], home):
+        for device, numbers in loading.device_runs([key.device for key, _ in buffers], home):
             after = numbers.index(scoring) + 1 if scoring in numbers[:-1] else len(numbers)  # type: ignore[arg-type]
             cuts += [(device, numbers[:after])]
             cuts += [(device, numbers[after:])] if after < len(numbers) else []
         # Of all captures on a device none is at work beside another, and what each gives is copied at once.
         shared = {device: (Replays(device), torch.arange(WINDOW, device=device)[None]) for device, _ in cuts}
         held = self._holds(state, delta, buffers, scoring, home)
-        sizes, parts = family.geometry(model), list[Part]()
+        sizes, parts = family.geometry(model), list[DeviceStep]()
         for number, (device, some) in enumerate(cuts):
-            ends = ends_of(model, family) if number == len(cuts) - 1 else None
+            ends = norm_and_head(model, family) if number == len(cuts) - 1 else None
             steps = part_steps(model, family, some, ends is not None)
             own, holds = [buffers[n] for n in some], [held[n] for n in some]
             looks = own[-1][0].new_zeros(1, sizes.heads, 1, sizes.head_dim) if scoring in some[-1:] else None
             first = words if number == 0 else None
-            parts.append(Part(number, *shared[device], steps, own, holds, first, ends, looks))
+            parts.append(DeviceStep(number, *shared[device], steps, own, holds, first, ends, looks))
         self.parts, self._laid, self._buffers = parts, laid, list(buffers)
         return parts
 
     def _holds(
         self, state: KVState, delta: int, buffers: Buffers, scoring: int | None, home: torch.device
-    ) -> list[Held]:
+    ) -> list[CachedTokens]:
         """How each layer holds the sequence: one for all layers that hold it alike on one device."""
-        family, known, layers = self.family, dict[Any, Held](), list[Held]()
+        family, known, layers = self.family, dict[Any, CachedTokens](), list[CachedTokens]()
         for layer, (like, _) in enumerate(buffers):
             lacks, after = state.lacks(layer), scoring is not None and layer > scoring
             anew = isinstance(state, PrunedKVState) and state.renumbers(layer)
@@ -284,11 +284,11 @@ class SequenceSteps:
                 if after:
                     assert isinstance(state, PrunedKVState)
                     bias = torch.zeros(state.prompt - lacks, device=like.device)
-                known[name] = Held(lacks, rope.to(like.device), bias)
+                known[name] = CachedTokens(lacks, rope.to(like.device), bias)
             layers.append(known[name])
         return layers
 
-    def _look(self, state: PrunedKVState, part: Part, looks: Tensor, held: int, count: int) -> None:
+    def _look(self, state: PrunedKVState, part: DeviceStep, looks: Tensor, held: int, count: int) -> None:
         """Between the layer at which a pruner glances and the next one: what a token sees of the video from there on."""
         last = part.buffers[-1][0]
         assert isinstance(last, Tensor)
@@ -312,7 +312,7 @@ def part_steps(
     return layer_steps(some, family, family.text(model).norm if last else None)
 
 
-def ends_of(model: nn.Module, family: Any) -> tuple[Any, Weights]:
+def norm_and_head(model: nn.Module, family: Any) -> tuple[Any, Weights]:
     """The model's final norm and the weights of its LM head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return norm_of(family.text(model).norm, family), weights(head)

@@ -28,14 +28,14 @@ def of_columns(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, A
     return {WHERE: where[:, columns], FEATURES: [one[inside[where]] for one in given[FEATURES]]}
 
 
-def parted(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
+def split_rows(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
     """Split rows [n, E * (1 + levels)] into embeddings [n, E] and forward arguments that add one level to each layer."""
     rows, *levels = embeds.split(wide, 1)
     return rows, {WHERE: torch.ones(1, len(rows), dtype=torch.bool, device=rows.device), FEATURES: levels}
 
 
-def side_by_side(given: Mapping[str, Any]) -> Tensor:
-    """Concatenate a prompt's embeddings and DeepStack levels to [B, S, E * (1 + levels)]: the inverse of `parted`."""
+def join_rows(given: Mapping[str, Any]) -> Tensor:
+    """Concatenate a prompt's embeddings and DeepStack levels to [B, S, E * (1 + levels)]: the inverse of `split_rows`."""
     embeds, where = given[ENTERING[0]], given.get(WHERE)
     levels = [] if where is None else [torch.zeros_like(embeds) for _ in given[FEATURES]]
     for level, features in zip(levels, given.get(FEATURES, ()), strict=True):
@@ -43,7 +43,7 @@ def side_by_side(given: Mapping[str, Any]) -> Tensor:
     return torch.cat([embeds, *levels], -1)
 
 
-def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def concatenate_prompts(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Concatenate embeddings and DeepStack features of two prompts along the sequence; one may have no features."""
     both, embeds = (one, other), ENTERING[0]
     out: dict[str, Any] = {embeds: torch.cat([x[embeds] for x in both], 1)}

@@ -74,7 +74,7 @@ def with_images(adapter: Any, question: Question, images: Sequence[Any]) -> Ques
     if kinds is not None:
         inputs["mm_token_type_ids"] = family.kinds(model.config, ids[None]).int()
     with adapter.busy():
-        embeds = deepstack.side_by_side(family.entering(model, inputs))[0]
+        embeds = deepstack.join_rows(family.entering(model, inputs))[0]
     layout = family.layout(model, inputs)
     layout = replace(layout, position=torch.arange(len(ids), device=layout.device)[None]).to(adapter.device)
     visual = (layout.modality[0] == IMAGE).nonzero()[:, 0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.draft import Prompt
-from mmaccel.core.decoding.generate import CarefulDraft, Ended, Speculation, lockstep
+from mmaccel.core.decoding.generate import Ended, GuardedDraft, Speculation, lockstep
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, columns, new_inputs
@@ -20,14 +20,14 @@ from mmaccel.models.sequences import (
     STATEFUL,
     DraftTurn,
     Sampling,
-    allowed_to,
-    filled,
-    known,
-    of_one,
+    allowed_tokens_of,
+    cache_length,
+    cached_columns,
+    check_single,
     split_batch,
     without_pads,
 )
-from mmaccel.models.signals import Listener
+from mmaccel.models.signals import SignalProbe
 
 
 def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False) -> Any:
@@ -134,7 +134,7 @@ def _sequences(
     rows = [dict(row) for row in prompts for _ in range(times)]
     if (allowed := kwargs.get("prefix_allowed_tokens_fn")) is not None:
         for number, row in enumerate(rows):
-            row["prefix_allowed_tokens_fn"] = partial(allowed_to, allowed, number)
+            row["prefix_allowed_tokens_fn"] = partial(allowed_tokens_of, allowed, number)
     return [(row, torch.Generator(device).manual_seed(seed)) for row, seed in zip(rows, seeds, strict=True)]
 
 
@@ -147,7 +147,7 @@ class _Sequence:
     """
 
     decoding: Speculation
-    _listener: Listener | None = None
+    _listener: SignalProbe | None = None
 
     def __init__(
         self,
@@ -209,8 +209,8 @@ class _Sequence:
         if not owner.recipe.kv.sequences:
             self.cache = None
         given, past = self._raw, None
-        if held := filled(self.cache):
-            given, past = new_inputs(self._raw, held), known(attachment, self.cache)
+        if held := cache_length(self.cache):
+            given, past = new_inputs(self._raw, held), cached_columns(attachment, self.cache)
             assert past is not None
         self._turn = turn = DraftTurn.of(self.cache, draft)
         self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
@@ -238,7 +238,7 @@ class _Sequence:
         read, rows, scores = self.read, self.rows, list[Tensor]()
         self._scores = scores
         self.meter = owner.attention.meter.sequence()
-        careful = self._careful = CarefulDraft(self.meter, lasts=self._lasts)
+        careful = self._careful = GuardedDraft(self.meter, lasts=self._lasts)
         meter, streamer = self.meter, self._streamer
 
         def emit(tokens: Tensor) -> None:
@@ -269,7 +269,7 @@ class _Sequence:
                 layout, new = attachment.family.layout(attachment.model, given), None
                 if past is not None:
                     layout, new = past.turn(layout), layout.length
-                self._listener = listener = Listener(
+                self._listener = listener = SignalProbe(
                     owner, pruner, layout, keep, careful.drop, new, turn.heard, self._lasts
                 )
             probes = [one for one in (probe, listener) if one is not None]
@@ -287,7 +287,7 @@ class _Sequence:
                 prompt,
                 first,
                 stop=lambda ids: bool(
-                    of_one("stopping_criteria", stopping_criteria(ids, scores_to(ids))).all()
+                    check_single("stopping_criteria", stopping_criteria(ids, scores_to(ids))).all()
                 ),
                 emit=emit,
                 meter=self.meter,

@@ -31,10 +31,10 @@ from mmaccel.models.prompt_layout import (
     Grid,
     Inputs,
     ProcessorStyle,
-    cells,
     is_given,
     question_mask,
     rope_of,
+    token_fields,
     windowed,
 )
 
@@ -101,32 +101,32 @@ class Family(ModelFamily):
         return Sampler(self, kind)
 
     def load(self, path: str, like: nn.Module) -> nn.Module:
-        from mmaccel.models.loading import load_model, outline
+        from mmaccel.models.loading import from_config, load_model
 
         if isinstance(like, ConfigOnlyModel):
-            return outline(path).model
+            return from_config(path).model
         first = next(like.parameters())
         return load_model(path, dtype=first.dtype, device=first.device)
 
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
         from mmaccel.models import stream, units
 
-        return (units.WrittenStream if self.stamped else stream.HFStreamAdapter)(
+        return (units.FrameTextStream if self.stamped else stream.HFStreamAdapter)(
             unwrapped(model), self, processor
         )
 
     def text_only(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
-        from mmaccel.models.loading import load_reader
+        from mmaccel.models.loading import load_text_model
 
-        found = load_reader(model, like) if isinstance(model, str) else model
-        return (found, Causal()) if found is not None and causal.reads(found) else None
+        found = load_text_model(model, like) if isinstance(model, str) else model
+        return (found, Causal()) if found is not None and causal.is_causal_lm(found) else None
 
     def pace(self, model: nn.Module) -> int:
         """Number of frames that the vision tower merges into one temporal patch."""
         return int(getattr(getattr(model.config, "vision_config", None), "temporal_patch_size", None) or 1)
 
     def geometry(self, model: nn.Module) -> Geometry:
-        whole = self.whole_geometry(model)
+        whole = self.global_geometry(model)
         if isinstance(model, ConfigOnlyModel):
             return whole
         attention, size = next(iter(self.attentions(model)), None), whole.head_dim
@@ -144,7 +144,7 @@ class Family(ModelFamily):
             )
         super().check(model, recipe)
 
-    def whole_geometry(self, model: nn.Module) -> Geometry:
+    def global_geometry(self, model: nn.Module) -> Geometry:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         return self.sizes(config, config.num_hidden_layers)
 
@@ -169,8 +169,8 @@ class Family(ModelFamily):
     def weights_digest(self, model: nn.Module) -> str | None:
         return None if isinstance(model, ConfigOnlyModel) else shards.digest(model, self.attentions(model))
 
-    def own_heads(self, model: nn.Module) -> range:
-        return shards.own(model, len(super().own_heads(model)))
+    def local_heads(self, model: nn.Module) -> range:
+        return shards.local_heads(model, len(super().local_heads(model)))
 
     def folder(self, model: nn.Module) -> Path | None:
         source = getattr(model.config, "_name_or_path", "")
@@ -282,7 +282,7 @@ class Family(ModelFamily):
         if not bool((modality != TEXT).any()):
             return TokenLayout.build(modality, valid=valid)
         images, videos = self.grids(model, inputs)
-        fields = cells(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
+        fields = token_fields(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
         asked = question_mask(model, ids, modality, fields["segment"])
         return TokenLayout.build(modality, valid=valid, asked=asked, **fields)
 

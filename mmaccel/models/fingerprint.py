@@ -58,16 +58,16 @@ _HOOKS: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_forward_hooks
 _OTHERS = ("transformers.utils.output_capturing", "mmaccel.models.stream", "mmaccel.models.recurrent")
 
 
-def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
+def can_fuse(layers: Iterable[Any], activation: str, family: Any) -> bool:
     """Whether `layer_step` computes the same as `layers`: their classes are the family's `decoder_layers`, each layer is on
     one device, linear modules are plain, and projections that are fused all have a bias or all have none."""
     return activation == "silu" and all(
         type(layer).__name__ in family.decoder_layers
         and not (hasattr(layer, "self_attn") and _slides(layer.self_attn))
-        and all(is_whole(linear) for some in products(layer) for linear in some)
-        and (not mixture(layer) or _loose(layer.mlp.experts))
+        and all(is_whole(linear) for some in linear_groups(layer) for linear in some)
+        and (not has_experts(layer) or _loose(layer.mlp.experts))
         and len({p.device for p in layer.parameters()}) == 1
-        and all(len({one.bias is None for one in some}) == 1 for some in products(layer))
+        and all(len({one.bias is None for one in some}) == 1 for some in linear_groups(layer))
         for layer in layers
     )
 
@@ -83,12 +83,12 @@ def _loose(experts: Any) -> bool:
     return own.keys() == {"gate_up_proj", "down_proj"} and kinds == {nn.Parameter} and not experts._buffers
 
 
-def mixture(layer: Any) -> bool:
+def has_experts(layer: Any) -> bool:
     """Whether a decoder layer's MLP is a mixture of experts."""
     return hasattr(layer.mlp, "experts")
 
 
-def products(layer: Any) -> list[list[Any]]:
+def linear_groups(layer: Any) -> list[list[Any]]:
     """The linear modules of a layer in groups that one kernel computes together: q, k, v; output; then, unless the MLP is a
     mixture of experts, gate and up (or both in one); down. A linear-attention layer has its input projections, its output
     projection and its gate projection in place of the first two groups."""
@@ -98,7 +98,7 @@ def products(layer: Any) -> list[list[Any]]:
     else:
         own = layer.self_attn
         found = [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj]]
-    if mixture(layer):
+    if has_experts(layer):
         return found
     gated = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     return [*found, gated, [mlp.down_proj]]

@@ -89,7 +89,7 @@ class Gemma3(Generic):
         return super().sizes(config if own is None else own[at], layers)
 
     def geometry(self, model: nn.Module) -> Geometry:
-        return self.whole_geometry(model)
+        return self.global_geometry(model)
 
     def sliding(self, model: nn.Module) -> Mapping[int, int]:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]

@@ -71,7 +71,7 @@ OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache"
 """Arguments of `generate` that ask for more than the loop without a draft gives, beside those of `DRAFT`."""
 
 
-def wants(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool:
+def is_set(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether the argument `name` of a `generate` call is set to a value other than its neutral one."""
     value = attachment.asked(name, kwargs)
     if isinstance(value, Tensor):
@@ -85,7 +85,7 @@ def check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
     """Raise for an argument of `generate` that the recipe does not support: `DraftError` if its draft does not, else
     `ModelError`."""
     recipe = attachment.owner.recipe
-    if wants(attachment, "cache_implementation", kwargs):
+    if is_set(attachment, "cache_implementation", kwargs):
         raise ModelError(
             "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
         )
@@ -103,7 +103,7 @@ def check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
         parts.append((f"draft {recipe.draft.name!r}", DRAFT, DraftError))
     for part, sentences, error in parts:
         for name, sentence in sentences.items():
-            if wants(attachment, name, kwargs):
+            if is_set(attachment, name, kwargs):
                 raise error(f"{name}: {sentence.format(part=part)}")
         if kwargs.get("input_ids") is None and kwargs.get("inputs") is None:
             raise error(f"input_ids: {part} reads token ids; give them.")
@@ -181,7 +181,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
 
             lasts = caches and (given or bool(attachment.asked("return_dict_in_generate", kwargs)))
             return drafting.generate(attachment, kwargs, lasts and draft and not streams)
-        if not wants(attachment, "num_beams", kwargs):
+        if not is_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limited(kwargs))
         if rests and not held:
@@ -250,7 +250,7 @@ def _in_turns(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
         return False
     padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
     apart = recipe.prune is not None or (padded and not recipe.kv.exact)
-    return apart and not any(wants(attachment, name, kwargs) for name in DRAFT)
+    return apart and not any(is_set(attachment, name, kwargs) for name in DRAFT)
 
 
 def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
@@ -261,11 +261,11 @@ def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return False
-    if any(wants(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
+    if any(is_set(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
         return False
-    from mmaccel.models.decode import admits
+    from mmaccel.models.decode import can_capture
 
-    return admits(attachment.model, attachment.family, cache)
+    return can_capture(attachment.model, attachment.family, cache)
 
 
 def _alone(attachment: Attachment, kwargs: Mapping[str, Any]) -> str | None:
@@ -277,7 +277,7 @@ def _alone(attachment: Attachment, kwargs: Mapping[str, Any]) -> str | None:
         return f"kv {recipe.kv.name!r} opens a stream for each prompt"
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return "it is not one new prompt of tokens"
-    if asked := [name for name in (*DRAFT, *OUTPUTS) if wants(attachment, name, kwargs)]:
+    if asked := [name for name in (*DRAFT, *OUTPUTS) if is_set(attachment, name, kwargs)]:
         return f"{asked[0]} was asked for"
     from mmaccel.models.together import why_not
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import WIDE, ProcessorStyle, Words, in_seconds
+from mmaccel.models.prompt_layout import WIDE, ProcessorStyle, Words, format_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, TOWER, VID
 
@@ -73,9 +73,9 @@ class Glm4V(Qwen25VL):
         return [194, *tokens, 195]
 
     def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
-        # GLM-4.6V has seconds as `in_seconds` writes them from 100 s on, the others whole ones, with fewer figures.
+        # GLM-4.6V has seconds as `format_seconds` writes them from 100 s on, the others whole ones, with fewer figures.
         whole = config.model_type != "glm46v"
-        time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{in_seconds(seconds[0])} seconds"
+        time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{format_seconds(seconds[0])} seconds"
         return [config.image_start_token_id], [config.image_end_token_id, time]
 
     def kinds(self, config: Any, ids: Tensor) -> Tensor:

@@ -33,17 +33,17 @@ from mmaccel.models.attention import (
     PackedPass,
     cache_of,
     check_forward,
-    packed_in,
-    pieces,
+    chunks_of,
+    packed_sequence_ids,
     ticket_of,
     without_cache,
 )
 from mmaccel.models.install import Attaching, gate_of
-from mmaccel.models.modules import by_parts, in_chunks, rotate_by
+from mmaccel.models.modules import batch_tower, chunk_tokens, rotate_by
 from mmaccel.models.prompt_layout import by_name, new_inputs, of_columns, positions_of
 from mmaccel.models.pruning import Pruning
-from mmaccel.models.recurrent import noted
-from mmaccel.models.signals import hear
+from mmaccel.models.recurrent import record_input
+from mmaccel.models.signals import hook_hidden_states
 
 
 class Attachment(Attaching):
@@ -85,15 +85,15 @@ class Attachment(Attaching):
         hooks.attention(self.text.modules(), self.shared, ATTENTION, **family.numbered(model))
         self.states = family.states(model)
         for one in self.states.values():
-            hooks.before(one, noted)
+            hooks.before(one, record_input)
         # Inside a pruner that listens to the tower: it hears of all frames at once.
-        by_parts(hooks, family, model)
+        batch_tower(hooks, family, model)
         if recipe.prune is not None and recipe.kv.sequences:
             self.pruning = Pruning(hooks, model, family, recipe.prune, self.depth)
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)
         if recipe.draft.pruner is not None:
-            hear(hooks, family.layers(model), recipe.draft.pruner)
-        in_chunks(hooks, family.pointwise(model), family)
+            hook_hidden_states(hooks, family.layers(model), recipe.draft.pruner)
+        chunk_tokens(hooks, family.pointwise(model), family)
         rotate_by(hooks, family.attentions(model), family.rotate_function)
         self.forward = self.text.forward
         if self.owner.context is not None:
@@ -261,7 +261,7 @@ class Attachment(Attaching):
         if new is None or new.length != count:
             new = text(count, None if mask is None else mask[:, -count:])
         lent = cache is None
-        packed = packed_in(kwargs, mask, self.family.mrope) if lent else None
+        packed = packed_sequence_ids(kwargs, mask, self.family.mrope) if lent else None
         if not recipe.kv.exact or self.pruning is not None or self.owner.context is not None:
             cache = self._own(cache, kwargs, new, packed)
         known = self.known(cache) if start else None
@@ -360,7 +360,7 @@ class Attachment(Attaching):
         if own:
             kwargs["past_key_values"] = self.cache()
             run = replace(run, state=kwargs["past_key_values"].state)
-        outputs = [self._pass(*self._piece(run, kwargs, *part)) for part in pieces(run, chunk)]
+        outputs = [self._pass(*self._piece(run, kwargs, *part)) for part in chunks_of(run, chunk)]
         whole = outputs[-1]
         if outputs[0].last_hidden_state.shape[1] > 1 or chunk == 1:  # else layers ran the last row alone
             whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)

@@ -18,7 +18,7 @@ from mmaccel.backends.ops.delta import delta_rows
 from mmaccel.backends.ops.experts import expert_rows
 from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.models import recurrent
-from mmaccel.models.fingerprint import mixture, products
+from mmaccel.models.fingerprint import has_experts, linear_groups
 
 Weights = tuple[list[Tensor], list[Tensor]]
 """Weights of products that are made together, and their biases, if any."""
@@ -33,9 +33,9 @@ class Rows(NamedTuple):
     squares: Tensor | None = None
 
 
-class Carried(NamedTuple):
+class StepStates(NamedTuple):
     """Recurrent states of B sequences in a decode step. told [B, 4] long: start, base, upto and slot, as in `delta_rows`;
-    layers: per recurrent layer the journals [S, R, W] and states [S, H, K, V] of S slots (`recurrent.Seats`)."""
+    layers: per recurrent layer the journals [S, R, W] and states [S, H, K, V] of S slots (`recurrent.StateSlots`)."""
 
     told: Tensor
     layers: Sequence[tuple[Tensor, Tensor]]
@@ -53,8 +53,8 @@ class _Step:
         self.ends = [
             getattr(layer, name, None) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
         ]
-        self.mixed = _Mixture(layer.mlp) if mixture(layer) else None
-        self.enters, self.out, *rest = (weights(*some) for some in products(layer))
+        self.mixed = _Mixture(layer.mlp) if has_experts(layer) else None
+        self.enters, self.out, *rest = (weights(*some) for some in linear_groups(layer))
         if self.mixed is not None:
             return
         *_, self.gate_up, self.down = rest
@@ -82,7 +82,7 @@ class StateStep(_Step):
         self.number, self.own = number, layer.linear_attn
         self.gate = weights(self.own.in_proj_z)
 
-    def __call__(self, x: Rows, carried: Carried) -> Rows:
+    def __call__(self, x: Rows, carried: StepStates) -> Rows:
         """What leaves the layer for its input x, B * n rows."""
         made, gate = (project(x, self.before, some) for some in (self.enters, self.gate))
         journal, state = carried.layers[self.number]

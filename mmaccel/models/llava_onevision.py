@@ -16,7 +16,7 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Features
 from mmaccel.models.prompt_layout import PIXELS, Budget, Grid, Inputs, Made, ProcessorStyle
-from mmaccel.models.signals import VisionTower, received
+from mmaccel.models.signals import VisionTower, received_attention
 from mmaccel.models.tiny import IMG, TEXT, VID
 
 
@@ -103,7 +103,7 @@ class Tower(VisionTower):
             made(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
             for made in (module.q_proj, module.k_proj)
         )
-        score = received(query, key, query.shape[-1] ** -0.5)
+        score = received_attention(query, key, query.shape[-1] ** -0.5)
         return torch.cat([score[..., None], key.float().mean(1)], -1)
 
     def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:

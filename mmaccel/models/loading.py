@@ -43,7 +43,7 @@ def resolve(name: str | Path) -> str:
     """
     text = str(name)
     if text in shipped.NAMES:
-        return str(shipped.path(text))
+        return str(shipped.model_folder(text))
     if Path(text).exists():
         return text
     if text.startswith(("/", ".", "~")) or text.count("/") > 1:
@@ -56,7 +56,7 @@ def resolve(name: str | Path) -> str:
     raise ModelError(f"{unknown} A folder will do too, or a hub name with its owner (owner/name).")
 
 
-def there(device: torch.device | str, field: str = "device") -> torch.device:
+def check_device(device: torch.device | str, field: str = "device") -> torch.device:
     """Check that `device` is available on this machine and return it; raises `ModelError`, which names `field`."""
     try:
         place = torch.device(device)
@@ -98,11 +98,11 @@ def load_model(
         raise ModelError(f"devices: {one} is a single device; give a list, or device={one}.")
     if sum(given is not None for given in (device, devices, device_map)) > 1:
         raise ModelError("device, devices and device_map exclude each other; give one of them.")
-    first = there("cpu" if device is None else device)
-    places = None if devices is None else [there(one, "devices") for one in devices]
+    first = check_device("cpu" if device is None else device)
+    places = None if devices is None else [check_device(one, "devices") for one in devices]
     for one in device_map.values() if isinstance(device_map, Mapping) else (device_map,):
         if one is not None and one not in MAPS:
-            there(torch.device("cuda", one) if isinstance(one, int) else one, "device_map")
+            check_device(torch.device("cuda", one) if isinstance(one, int) else one, "device_map")
     named = isinstance(dtype, str) and dtype != "auto"
     if named and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise UnknownName("dtype", str(dtype), ("auto", "bfloat16", "float16", "float32"))
@@ -144,8 +144,8 @@ def _read(
     except (OSError, ValueError, SafetensorError) as error:
         known = ", ".join(shipped.NAMES)
         raise ModelError(
-            absent(source, error)
-            or own_code(source, error)
+            not_found_message(source, error)
+            or remote_code_message(source, error)
             or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({reason_of(error)})."
         ) from error
     except (ImportError, RuntimeError) as error:
@@ -162,7 +162,7 @@ def _read(
         ) from error
 
 
-def outline(name: str | Path) -> ModelView:
+def from_config(name: str | Path) -> ModelView:
     """A `ModelView` of the model `name` from its configuration alone; no weights are read.
 
     Raises `ModelError` if there is no such model or its family is not supported.
@@ -172,7 +172,7 @@ def outline(name: str | Path) -> ModelView:
     return ModelView(ConfigOnlyModel(_config(source)), family, adapter_for)
 
 
-def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
+def load_text_model(name: str | Path, like: nn.Module) -> nn.Module | None:
     """Load a text-only causal language model (a draft) in the dtype and on the device of `like`, or only its config if
     `like` has no weights; None if `name` is a vision-language model, or no language model. Raises as `load_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
@@ -198,14 +198,14 @@ def _config(source: str) -> Any:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
-            own_code(source, error)
+            remote_code_message(source, error)
             or f"model {source!r}: its config.json cannot be read ({reason_of(error)})."
         ) from error
 
 
 def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Path) -> None:
     """Raise what `accelerate` would raise for this recipe on the model `name`; no weights of it or of a draft are loaded."""
-    fitted(Recipe.load(recipe), outline(name))
+    fitted(Recipe.load(recipe), from_config(name))
 
 
 @dataclass(eq=False)
@@ -261,7 +261,7 @@ def device_of_layers(sizes: Sequence[int], ends: int, count: int) -> list[int]:
     return chosen
 
 
-def runs(places: Sequence[torch.device], home: torch.device) -> list[tuple[torch.device, list[int]]]:
+def device_runs(places: Sequence[torch.device], home: torch.device) -> list[tuple[torch.device, list[int]]]:
     """Group layers, placed on `places`, into consecutive runs (device, layer indices). The first and last run are on `home`,
     and empty if the first or last layer is elsewhere."""
     found: list[tuple[torch.device, list[int]]] = [(home, [])]
@@ -297,10 +297,10 @@ def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Ca
                 weight.data = weight.data.to(places[0])
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(places[0]))
-    return hand_over(model, chosen, places[0])
+    return move_hooks(model, chosen, places[0])
 
 
-def hand_over(model: nn.Module, chosen: Sequence[torch.device], first: torch.device) -> Callable[[], None]:
+def move_hooks(model: nn.Module, chosen: Sequence[torch.device], first: torch.device) -> Callable[[], None]:
     """Hook layers placed on `chosen`, and the final norm on `first`, by `MoveInputs`; returns a function that unhooks."""
     family: Any = adapter_for(model)
     memo: dict[tuple[torch.device, str], tuple[Any, Any]] = {}
@@ -335,7 +335,7 @@ def folder_of(name: str | os.PathLike[str], revision: str | None = None) -> Path
         return Path(snapshot_download(text, revision=revision, allow_patterns=small))
     except Exception as error:
         unfetched = f"model {text!r} cannot be fetched from the hub ({reason_of(error)})."
-        raise ModelError(absent(text, error) or unfetched) from error
+        raise ModelError(not_found_message(text, error) or unfetched) from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -360,7 +360,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def absent(name: str, error: BaseException) -> str | None:
+def not_found_message(name: str, error: BaseException) -> str | None:
     """Error message for a model name found neither on disk nor on the hub; None if `error` is of another kind."""
     kinds = {kind.__name__ for cause in causes(error) for kind in type(cause).__mro__}
     if kinds & UNREACHED:
@@ -373,7 +373,7 @@ def absent(name: str, error: BaseException) -> str | None:
     return None
 
 
-def own_code(name: str, error: Exception) -> str | None:
+def remote_code_message(name: str, error: Exception) -> str | None:
     """Error message for a model that needs `trust_remote_code`; None if `error` is of another kind."""
     return _own_code(name) if "trust_remote_code" in str(error) else None
 

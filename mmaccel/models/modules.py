@@ -72,7 +72,7 @@ _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
 
 
-def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
+def chunk_tokens(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
     """Let `modules`, which act on each token alone, process inputs [B, n, E] in chunks of `ROWS` tokens."""
     for module in modules:
         if is_gated(module, family):
@@ -173,12 +173,12 @@ def _wants_gradients(*tensors: Tensor) -> bool:
 
 
 def in_parts(family: Any, model: nn.Module, fewer: bool = True) -> AbstractContextManager[None]:
-    """Context in which the model's vision tower runs as `by_parts` sets it up."""
-    install = functools.partial(by_parts, family=family, model=model, fewer=fewer)
+    """Context in which the model's vision tower runs as `batch_tower` sets it up."""
+    install = functools.partial(batch_tower, family=family, model=model, fewer=fewer)
     return shared_hooks(family.multimodal(model), f"in_parts {fewer}", install)
 
 
-def by_parts(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True) -> None:
+def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True) -> None:
     """Let the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
     `fewer`, use fused kernels. A tower already set up so is left unchanged."""
     multimodal = family.multimodal(model)
@@ -189,9 +189,9 @@ def by_parts(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True) ->
         if encode is not None and not getattr(encode, "by_parts", False):
             ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined)
             ours.by_parts = True  # type: ignore[attr-defined]
-    by_length(hooks, family, model)
+    batch_windows(hooks, family, model)
     if fewer:
-        fewer_kernels(hooks, family, model)
+        fuse_tower(hooks, family, model)
 
 
 def _encode(
@@ -226,7 +226,7 @@ def _joined(
     return type(made[0])(**deepstack.split_levels(joined, made[0]))
 
 
-def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:
+def batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
     """Let the model's vision tower batch attention windows of equal length.
 
     A tower without windows, with an attention other than `sdpa`, or already set up so is left unchanged.
@@ -312,7 +312,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> 
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:
+def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:
     """Let the model's vision tower use fused kernels, where they exist; padded weight copies are freed with `hooks`. A tower
     without windows, or already set up so, is left unchanged."""
     tower = family.windowed(model)
@@ -325,11 +325,11 @@ def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:
         if is_norm(one, family):
             hooks.wrap(one, "forward", normed_or, one)
         elif is_gated(one, family):
-            hooks.wrap(one, "forward", _filled, Filled(one))
+            hooks.wrap(one, "forward", _filled, PaddedMLP(one))
     rotate_by(hooks, modules, family.vision_rotate_function, _turned_rows)
 
 
-def _filled(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
+def _filled(filled: PaddedMLP, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """[..., E]: the output of the feed-forward block for `hidden` [..., E]."""
     fits = layer_ops.fusible(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     weights = filled.weights(hidden) if fits else None
@@ -341,7 +341,7 @@ def _filled(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
     return linear(wide, down, down_bias)
 
 
-class Filled:
+class PaddedMLP:
     """An MLP's weights, zero-padded to an inner size that is a multiple of `ALIGNED` bytes.
 
     Padding changes no result: a padded gate is silu(0) * 0, and its column of the down projection is zero. Copies are made

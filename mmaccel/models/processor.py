@@ -22,10 +22,10 @@ from mmaccel.core.errors import ModelError, check_text, warn
 from mmaccel.core.files import outside
 from mmaccel.core.registry import registry
 from mmaccel.media.preprocess import Pixels, as_frames, as_image
-from mmaccel.models.chat import Written, conversations, ids_of, image_rows, one_chat, video_list, written
+from mmaccel.models.chat import ChatText, conversations, ids_of, image_rows, one_chat, render, video_list
 from mmaccel.models.loading import config_of, folder_of, read_json
 from mmaccel.models.prompt_layout import ProcessorStyle
-from mmaccel.models.taking import most_frames, take
+from mmaccel.models.taking import most_frames, sample
 
 
 class Processor:
@@ -231,7 +231,7 @@ class Processor:
         text, special = self._written(messages, kinds)
         return ids_of(self.tokenizer, text, add_special_tokens=special)
 
-    def _written(self, messages: list[dict[str, Any]], shown: Collection[str]) -> tuple[Written, bool]:
+    def _written(self, messages: list[dict[str, Any]], shown: Collection[str]) -> tuple[ChatText, bool]:
         """A conversation as text up to where the answer begins, and whether the tokenizer has to add special tokens; `shown`
         has the kinds of visuals in the call."""
         if self.chat_template is None:
@@ -241,7 +241,7 @@ class Processor:
         # Beside a video a text that names its placeholder does not mean another video.
         tokens = {"image": self.image_token, "video": self.video_token}
         words = [tokens[kind] for kind in shown if kind in tokens]
-        text = written(
+        text = render(
             self.tokenizer, self.chat_template, messages, special_tokens=self.special_tokens, words=words
         )
         start = getattr(self.tokenizer, "bos_token", None)
@@ -295,7 +295,7 @@ class Processor:
         if frames == "auto":
             frames, told = most_frames(self, model, video)
             warn(f"{told}.")
-        taken = take(self, video, fps=rate, frames=frames)
+        taken = sample(self, video, fps=rate, frames=frames)
         return taken.frames, taken.fps
 
     def _match(self, texts: list[str], given: Mapping[str, int]) -> None:

@@ -138,7 +138,7 @@ class ProcessorStyle:
     budget: Budget = Budget()
 
 
-def in_seconds(time: float) -> str:
+def format_seconds(time: float) -> str:
     """Format a time in exactly `WIDE` characters: with one decimal, as processors write it, from 100 to 999.9 s, with more
     decimals below and none above. From 100,000 s on it restarts at 0."""
     time %= 10**WIDE
@@ -198,7 +198,7 @@ def is_given(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
-def cells(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Tensor]:
+def token_fields(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Tensor]:
     """Segment, frame, grid row and grid column of each token, from its modality [B, S]; -1 where it has none. Text between
     the frames of a video belongs to the video's segment. Raises `ModelError` if placeholders and grids do not match.
 

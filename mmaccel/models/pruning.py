@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.dense_attend import paid
+from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
@@ -186,7 +186,7 @@ class Pruning:
         key = family.apply_rope(family.key(self.model, index, x), (cos, sin))
         query = family.query(self.model, index, x[:, at])
         query = family.apply_rope(query, (cos[:, :, at], sin[:, :, at]))
-        return paid(query[0], key[0], at, query.shape[-1] ** -0.5)
+        return mean_weights(query[0], key[0], at, query.shape[-1] ** -0.5)
 
     def _between(
         self, index: int, stage: Stage, hidden: Tensor, kwargs: dict[str, Any], work: _Work
@@ -261,7 +261,7 @@ def _numbered(run: ForwardPass) -> Tensor:
     return run.branches.depth.to(device) + run.start - (run.branches.sees.shape[1] - rows)
 
 
-def left_of(pruner: TokenPruner, tokens: int) -> int:
+def kept_tokens(pruner: TokenPruner, tokens: int) -> int:
     """How many of a frame's `tokens` `pruner` keeps on a stream; raises `RecipeError` if none."""
     left = pruner.left(tokens)
     if not left:
@@ -272,12 +272,12 @@ def left_of(pruner: TokenPruner, tokens: int) -> int:
     return left
 
 
-def thinned(
+def prune_frames(
     pruner: TokenPruner, shape: Geometry, rows: Tensor, frames: int, tokens: int, vision: VisionProbe | None
 ) -> tuple[Tensor, Tensor]:
     """Apply `pruner` to visual features `rows` [frames * tokens + m, E], frames then m separators: the units [n, P, E] that
     are left, one for each group of frames and all of equal length, and the separators [m, E]."""
-    inside, left, each = frames * tokens, left_of(pruner, tokens), tokens * pruner.group
+    inside, left, each = frames * tokens, kept_tokens(pruner, tokens), tokens * pruner.group
     place = torch.arange(len(rows), device=rows.device)[None]
     frame = torch.where(place < inside, place // tokens, -1)
     layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=frame)

@@ -17,7 +17,7 @@ from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
 from mmaccel.models.prompt_layout import PIXELS, Budget, Grid, Inputs, Made, ProcessorStyle
-from mmaccel.models.signals import VisionTower, received
+from mmaccel.models.signals import VisionTower, received_attention
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
@@ -79,7 +79,7 @@ class Tower(VisionTower):
             shape = len(list(same)), size
             some = slice(start, start + math.prod(shape))
             q, k = (x[:, some].unflatten(1, shape).transpose(0, 1) for x in (query, key))
-            score = received(q, k, q.shape[-1] ** -0.5)
+            score = received_attention(q, k, q.shape[-1] ** -0.5)
             looks.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
             start = some.stop
         return torch.cat(looks)

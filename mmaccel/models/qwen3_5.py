@@ -61,15 +61,15 @@ class Qwen35(Qwen3VL):
         },
     }
 
-    def whole_geometry(self, model: nn.Module) -> Geometry:
+    def global_geometry(self, model: nn.Module) -> Geometry:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         kinds = list(config.layer_types)
         return self.sizes(config, kinds.count("full_attention"))
 
     def geometry(self, model: nn.Module) -> Geometry:
-        return self.whole_geometry(model)  # the rows of q_proj are queries and their gates
+        return self.global_geometry(model)  # the rows of q_proj are queries and their gates
 
-    def first_cut(self, model: nn.Module) -> int:
+    def first_prune_layer(self, model: nn.Module) -> int:
         return 1
 
     def rollback_limit(self, model: nn.Module) -> int:

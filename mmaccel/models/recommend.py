@@ -58,7 +58,7 @@ def sizes_of(
         from transformers import AutoModelForImageTextToText
 
         known = str(model) in shapes.SHAPES
-        config = shapes.config(str(model)) if known else loading.outline(model).model.config
+        config = shapes.config(str(model)) if known else loading.from_config(model).model.config
         processor = None if known else stock.load(model)
         with torch.device("meta"):
             built = AutoModelForImageTextToText.from_config(config)
@@ -74,7 +74,7 @@ def sizes_of(
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     wide = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
     if processor is None:
-        patches, tokens = shapes.frame(str(model), *size)
+        patches, tokens = shapes.frame_size(str(model), *size)
         side = vision.patch_size
         pixels = patches * 3 * (side[0] if isinstance(side, list | tuple) else side) ** 2 * pace
     else:
@@ -133,7 +133,7 @@ def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
     from transformers import Qwen2Config, Qwen2Model
 
     try:
-        place = loading.there(name, "--device")
+        place = loading.check_device(name, "--device")
     except ModelError as error:
         raise ModelError(f"{error} Devices known by name are {', '.join(rates.DEVICES)}.") from error
     small = Qwen2Config(

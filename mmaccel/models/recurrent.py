@@ -57,11 +57,11 @@ class Recurrent(LinearAttentionLayer):
         self.cache: Callable[[], Any] = lambda: None
         self._marks: list[_Mark] = []
         self._again = False
-        self.seats: Seats | None = None
+        self.seats: StateSlots | None = None
         self._seat, self._sat, self._base, self._lag = (0, 0), 0, 0, 0
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the seat, after so many columns
 
-    def sit(self, seats: Seats, layer: int, number: int) -> None:
+    def sit(self, seats: StateSlots, layer: int, number: int) -> None:
         """Move this layer's recurrent state into slot `number` of `seats`, as layer `layer` there."""
         self.leave()
         self.seats, self._seat, self._base = seats, (layer, number), self.length
@@ -204,7 +204,7 @@ class Recurrent(LinearAttentionLayer):
         return self.length
 
 
-class Seats:
+class StateSlots:
     """Slots of S sequences for decode steps: per layer the `journals` [S, R, W] and `states` [S, H, K, V]. They are
     reallocated when more sequences come."""
 
@@ -248,7 +248,7 @@ class Seats:
 
 
 @contextmanager
-def unharmed(layers: Iterable[Recurrent]) -> Iterator[None]:
+def restored_on_error(layers: Iterable[Recurrent]) -> Iterator[None]:
     """Context of a decode step that restores the recurrent states of `layers` if the step raises."""
     before = [(one, one.length) for one in layers]
     try:
@@ -265,7 +265,7 @@ def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     return *own, module.norm.variance_epsilon
 
 
-def noted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def record_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a Gated DeltaNet module: records its input in its `Recurrent` state."""
     cache = kwargs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
@@ -274,20 +274,20 @@ def noted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer.note(args[0] if args else kwargs["hidden_states"])
 
 
-def note_in(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Install the hook `noted` on `modules`."""
+def hook_inputs(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
+    """Install the hook `record_input` on `modules`."""
     for module in modules:
-        hooks.before(module, noted)
+        hooks.before(module, record_input)
 
 
-def dynamic(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
+def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
     """A transformers `DynamicCache` for the plain `model` whose recurrent layers `states` can be rolled back."""
     cache: Any = DynamicCache(config=model.config)  # type: ignore[arg-type]
     cache.states = {number: Recurrent(module) for number, module in states.items()}
     for number, state in cache.states.items():
         cache.layers[number] = state
     heard = ExitStack()
-    heard.enter_context(shared_hooks(model, "noted", lambda hooks: note_in(hooks, states.values())))
+    heard.enter_context(shared_hooks(model, "noted", lambda hooks: hook_inputs(hooks, states.values())))
     finalize(cache, heard.close).atexit = False
     return cache
 

@@ -117,7 +117,7 @@ class HFRunner(Runner):
         with in_parts(self.family, self.model):
             entering = self.family.entering(self.model, inputs)
         if self._whole is not None:
-            entering = deepstack.joined(self._whole[0], entering)
+            entering = deepstack.concatenate_prompts(self._whole[0], entering)
             positions = torch.cat([self._whole[1], positions], -1)
             self.truncate(0)
         if self.lasting:
@@ -248,8 +248,8 @@ class HFRunner(Runner):
 
 
 def open_runner(model: nn.Module, family: Any, cache: Any) -> HFRunner:
-    """A runner of `model` on `cache`, with CUDA-graph decode steps if `decode.admits` them."""
-    return HFRunner(model, family, cache, decode.ROWS if decode.admits(model, family, cache) else ())
+    """A runner of `model` on `cache`, with CUDA-graph decode steps if `decode.can_capture` them."""
+    return HFRunner(model, family, cache, decode.ROWS if decode.can_capture(model, family, cache) else ())
 
 
 def unpadded(inputs: Inputs) -> dict[str, Any]:

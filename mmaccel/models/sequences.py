@@ -65,14 +65,14 @@ class DraftTurn:
         setattr(cache, TURN, self)
 
 
-def filled(cache: Any) -> int:
+def cache_length(cache: Any) -> int:
     """Number of tokens in `cache`; 0 for None."""
     return 0 if cache is None else int(cache.get_seq_length())
 
 
-def known(attachment: Attachment, cache: Any) -> Columns | None:
+def cached_columns(attachment: Attachment, cache: Any) -> Columns | None:
     """Layout of the tokens in `cache`, if it holds one sequence without padding that is known; else None."""
-    found, past = attachment.known(cache), filled(cache)
+    found, past = attachment.known(cache), cache_length(cache)
     if found is None or found.layout.batch != 1 or found.layout.length < past:
         return None
     layout = found.layout.take(slice(0, past))
@@ -84,11 +84,11 @@ def why_not(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> st
     cache, ids, mask = kwargs["past_key_values"], kwargs.get("input_ids"), kwargs.get("attention_mask")
     if count > 1:
         return "past_key_values is of several sequences, and it reads one at a time"
-    if known(attachment, cache) is None:
+    if cached_columns(attachment, cache) is None:
         return "past_key_values holds padding, or another model filled it"
     if not isinstance(ids, Tensor) or (mask is not None and mask.shape != ids.shape):
         return "input_ids are not the whole conversation"
-    if (ids.shape[1] if mask is None else int(mask.sum())) <= filled(cache):
+    if (ids.shape[1] if mask is None else int(mask.sum())) <= cache_length(cache):
         return "input_ids do not begin with what past_key_values holds"
     return None
 
@@ -140,7 +140,7 @@ def _tiles(family: Any, inputs: Mapping[str, Any], layout: TokenLayout, count: i
     return [some // each for some in tokens] if each and not any(some % each for some in tokens) else None
 
 
-def allowed_to(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
+def allowed_tokens_of(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
     """Adapter of `prefix_allowed_tokens_fn` for a batch that is decoded one by one: passes the sequence's true `number`."""
     return allowed(number, ids)
 
@@ -153,7 +153,7 @@ def without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, An
     kwargs = unpadded(kwargs)
     # A padding token within the prompt is a token like others: without a mask transformers would take it for padding.
     kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
-    if not filled(kwargs.get("past_key_values")):
+    if not cache_length(kwargs.get("past_key_values")):
         attachment.promise(kwargs)
     # Lengths that count the prompt count its padding too: it is taken off those that were given.
     config: Any = kwargs.get("generation_config")
@@ -170,7 +170,7 @@ def without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, An
     return kwargs
 
 
-def of_one(field: str, verdict: Tensor) -> Tensor:
+def check_single(field: str, verdict: Tensor) -> Tensor:
     """Check that the result `verdict` of a processor or criterion given as `field` has one row; else raises `DraftError`."""
     if verdict.shape[0] != 1:
         raise DraftError(
@@ -189,7 +189,7 @@ class Sampling:
     sample: bool
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        scores = of_one("logits_processor", self.processors(ids[None], logits[None].float()))[0]
+        scores = check_single("logits_processor", self.processors(ids[None], logits[None].float()))[0]
         if self.sample:
             return torch.softmax(scores, -1)
         return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()

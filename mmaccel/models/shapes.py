@@ -68,7 +68,7 @@ def config(name: str, layers: int | None = None, vision_layers: int | None = Non
     return AutoConfig.for_model(shape.family, text_config=text | tied, vision_config=vision, **others, **tied)
 
 
-def frame(name: str, height: int, width: int) -> tuple[int, int]:
+def frame_size(name: str, height: int, width: int) -> tuple[int, int]:
     """Numbers of patches and tokens of one time step (one frame, or two for Qwen and GLM) of (height, width) in a shape."""
     if (family := SHAPES[name].family) == "llava_onevision":  # resized to 384 x 384, pooled two by two
         return 27 * 27, 14 * 14
@@ -115,7 +115,7 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
     from transformers import AutoModelForImageTextToText
 
     from mmaccel.core.attach import adapter_for
-    from mmaccel.models.loading import device_of_layers, hand_over
+    from mmaccel.models.loading import device_of_layers, move_hooks
 
     with torch.device(devices[0]):
         model: Any = AutoModelForImageTextToText.from_config(shallow, dtype=dtype)
@@ -134,7 +134,7 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
             layer = type(first)(text.config, number)
         layer.apply(model._init_weights)
         text.layers.append(layer)
-    hand_over(model, chosen, devices[0])
+    move_hooks(model, chosen, devices[0])
     return model  # type: ignore[no-any-return]
 
 

@@ -36,7 +36,7 @@ def digest(model: nn.Module, attentions: Iterable[Any]) -> str | None:
     return found.hexdigest()[:16]
 
 
-def own(model: nn.Module, heads: int) -> range:
+def local_heads(model: nn.Module, heads: int) -> range:
     """Indices, among `heads` heads, of those that this process computes."""
     shards = shard_count(model)
     if shards == 1:
@@ -51,7 +51,7 @@ def own(model: nn.Module, heads: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
-def signature(model: nn.Module) -> str:
+def checksum(model: nn.Module) -> str:
     """Checksum of all weights, from a sample of each."""
     marks = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

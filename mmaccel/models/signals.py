@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.dense_attend import paid
+from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -42,7 +42,7 @@ SCORES = 1 << 24
 
 
 @dataclass(eq=False)
-class Ear(PromptHook):
+class HiddenStateHook(PromptHook):
     """Forward hook of a decoder layer that passes hidden states to the probes of the current prefill.
 
     index  the layer whose input it reports; the number of layers for the last layer's output
@@ -59,17 +59,17 @@ class Ear(PromptHook):
             probe.entering(run, self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
 
 
-def hear(hooks: Hooks, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
-    """Install an `Ear` for each hidden state that the draft's `pruners` read."""
+def hook_hidden_states(hooks: Hooks, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
+    """Install an `HiddenStateHook` for each hidden state that the draft's `pruners` read."""
     wanted = {index for pruner in pruners for stage in pruner.stages(len(layers)) for index in stage.hidden}
     for index in sorted(wanted):
         if index < len(layers):
-            hooks.before(layers[index], Ear(index))
+            hooks.before(layers[index], HiddenStateHook(index))
         else:
-            hooks.after(layers[-1], Ear(index), with_kwargs=True)
+            hooks.after(layers[-1], HiddenStateHook(index), with_kwargs=True)
 
 
-class Listener(Probe):
+class SignalProbe(Probe):
     """Collects the signals that a draft's pruner needs from the target's prefill, and reports once which tokens to keep.
 
     The prompt may come in several passes (chunks; video, then text). `tell` gets the kept columns [n] as soon as the last
@@ -187,7 +187,9 @@ class Listener(Probe):
         at = rows[here].to(query.device)
         column = torch.arange(end, device=at.device) if column is None else column.to(at.device)
         place = torch.searchsorted(column, at)
-        weights = paid(query[0, :, at - start], key[0, :, :end], place, scale).to(self.attention.device)
+        weights = mean_weights(query[0, :, at - start], key[0, :, :end], place, scale).to(
+            self.attention.device
+        )
         seen = column.to(weights.device)
         seen = seen if held is None else held[seen]
         for k, group in enumerate(self.stage.attention):
@@ -311,7 +313,7 @@ class VisionProbe:
         return {} if whole is None else {"vision_attention": whole[:, 0], "vision_key": whole[:, 1:]}
 
 
-def received(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def received_attention(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Attention that each of the P patches of n frames receives, [n, P], averaged over heads and queries; query and key are
     [n, H, P, D]. At most `SCORES` scores are in memory at a time (at least one frame)."""
     each = query.shape[1] * query.shape[2] ** 2

@@ -16,10 +16,10 @@ from mmaccel.core.adapter import home_of
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
-from mmaccel.models.fingerprint import ModuleFingerprint, known
-from mmaccel.models.layer_step import Carried, LayerStep, Rows, StateStep, layer_steps
+from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse
+from mmaccel.models.layer_step import LayerStep, Rows, StateStep, StepStates, layer_steps
 from mmaccel.models.modules import normed
-from mmaccel.models.recurrent import Recurrent, Seats, unharmed
+from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -48,7 +48,7 @@ def steps_of(stream: Any) -> StreamSteps:
     return found  # type: ignore[no-any-return]
 
 
-def ready(stream: Any, state: StreamState, running: Any) -> None:
+def warm_up(stream: Any, state: StreamState, running: Any) -> None:
     """Warm up before the first token: run an answer's step on `state` until it is captured as a CUDA graph."""
     if stream.device.type not in DEVICES:
         return
@@ -77,13 +77,13 @@ class StreamSteps:
         self._choices: Any = None
         self._steps, self._layers = list[LayerStep | StateStep](), list[LayerStep]()
         self._leads: list[list[StateStep]] = [[]]  # before each layer of attention, and behind the last
-        self._seats: Seats | None = None
+        self._seats: StateSlots | None = None
         self._replays = Replays(home_of(model))
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
     def serves(self, rows: Tensor, again: bool = False) -> bool:
-        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.known` accepts, on their device,
+        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse` accepts, on their device,
         no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
         self._sure = self._sure and again
         if len(rows) > WIDTHS[-1] or self._sure:
@@ -96,7 +96,7 @@ class StreamSteps:
         choices = activation, windows
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
             self._watched, self._choices = ModuleFingerprint(layers), choices
-            self._known = known(layers, activation, self._family)
+            self._known = can_fuse(layers, activation, self._family)
             self._lay(layers if self._known else [])
         self._sure = (fits := self._known and not self._watched.hooked()) and again
         return fits
@@ -110,7 +110,7 @@ class StreamSteps:
             else:
                 self._leads[-1].append(one)
         states = [one.own for some in self._leads for one in some]
-        self._seats = Seats(states) if states else None
+        self._seats = StateSlots(states) if states else None
 
     def forget(self) -> None:
         """Invalidate the check of the layers, as the next pass is no answer; the next `serves` checks them again."""
@@ -128,7 +128,7 @@ class StreamSteps:
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
         self._replays.under(self._watched)
         states: list[Recurrent] = [] if running is None else [*running.states.values()]
-        with unharmed(states):
+        with restored_on_error(states):
             carried = self._carried(states, len(embeds)) if states else None
             if slots is not None:
                 return self._answer(slots, embeds, carried)
@@ -137,11 +137,11 @@ class StreamSteps:
                 raise error
         return out
 
-    def _carried(self, layers: list[Recurrent], count: int) -> Carried:
+    def _carried(self, layers: list[Recurrent], count: int) -> StepStates:
         assert self._seats is not None
         told = torch.tensor([self._seats.of(layers, count)])
         place = self._replays.room("told", (1, 4), torch.long).copy_(told)
-        return Carried(place, self._seats.each())
+        return StepStates(place, self._seats.each())
 
     def answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
         """Final hidden states [n, E] of answers on several streams, in one step; and the errors of failed ones, by index."""
@@ -162,7 +162,7 @@ class StreamSteps:
         passes: Passes,
         embeds: Tensor,
         errors: dict[int, Exception],
-        carried: Carried | None = None,
+        carried: StepStates | None = None,
     ) -> tuple[Tensor, dict[int, Exception]]:
         shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
@@ -212,7 +212,7 @@ class StreamSteps:
         x[:n], x[n:] = embeds, 0.0
         return x
 
-    def _answer(self, slots: list[CacheSlot], embeds: Tensor, carried: Carried | None) -> Tensor:
+    def _answer(self, slots: list[CacheSlot], embeds: Tensor, carried: StepStates | None) -> Tensor:
         """All layers. What they share, angles and the column that rows are written to, is sent once."""
         x = self._entered(embeds)
         layers, count, room = self._layers, len(x), self._replays.room
@@ -271,7 +271,7 @@ class StreamSteps:
             ready((n, 1), lies) or ready((n, 1, "slot"), ...) for n in layers
         )
 
-    def _led(self, number: int, rows: Rows, carried: Carried | None) -> Rows:
+    def _led(self, number: int, rows: Rows, carried: StepStates | None) -> Rows:
         """`rows` through the layers with a running state before layer `number` of attention."""
         for one in self._leads[number]:
             assert carried is not None
@@ -279,12 +279,12 @@ class StreamSteps:
         return rows
 
     def _rest(
-        self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor], carried: Carried | None
+        self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor], carried: StepStates | None
     ) -> tuple[Tensor, ...]:
         return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv, carried)
 
     def _whole(
-        self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor], carried: Carried | None
+        self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor], carried: StepStates | None
     ) -> None:
         layer, count = self._layers[number], len(x)
         rope, start, bias, at = self._looking(number, 0, slot, count, x.dtype)
@@ -336,7 +336,7 @@ class StreamSteps:
         return rope, start, bias, (lies, None if bias is None else bias.shape, own)
 
     def _leave(
-        self, number: int, left: Rows, x: Tensor, qkv: list[Tensor], carried: Carried | None
+        self, number: int, left: Rows, x: Tensor, qkv: list[Tensor], carried: StepStates | None
     ) -> tuple[Tensor, ...]:
         """The rows that leave layer `number` go, through what is before the next one, to x, and their projections to where
         the next layer's memory sees them."""

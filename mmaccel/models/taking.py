@@ -59,7 +59,7 @@ def size_of(processor: Any, frames: int, height: int, width: int) -> tuple[int, 
     return wanted if own[0] * own[1] > wanted[0] * wanted[1] else None
 
 
-def tell_of_world(processor: Any, path: Any) -> None:
+def warn_foreign(processor: Any, path: Any) -> None:
     """Warn, once per processor of a tiny model, that it understands only videos of `mmaccel-lab world`."""
     from mmaccel.media.reader import comment
 
@@ -68,7 +68,7 @@ def tell_of_world(processor: Any, path: Any) -> None:
         warn(f"{name} knows only the world of `mmaccel-lab world`; what it says of {path} means nothing.")
 
 
-def take(
+def sample(
     processor: Any,
     path: str | os.PathLike[str],
     *,
@@ -88,7 +88,7 @@ def take(
             found = preprocess.size_of(processor.video, count, height, width)
         return found or (height, width)
 
-    tell_of_world(processor, path)
+    warn_foreign(processor, path)
     usual = budget_of(processor)
     if max_frames is not None:
         usual = replace(usual, most=max_frames, multiple=min(usual.multiple, max_frames) or 1)
@@ -133,7 +133,7 @@ def most_frames(
         return of(more) - of(few)
 
     tokens = slope(lambda inputs: inputs["input_ids"].numel())
-    geometry, each = family.geometry(model), home_bytes(model)
+    geometry, each = family.geometry(model), element_bytes(model)
     held = (
         0
         if getattr(recipe.kv, "window", None)
@@ -180,7 +180,7 @@ def most_frames(
     )
 
 
-def home_bytes(model: nn.Module) -> int:
+def element_bytes(model: nn.Module) -> int:
     """Bytes per element of the model's dtype."""
     return int(getattr(model, "dtype", torch.float32).itemsize)
 

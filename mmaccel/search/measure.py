@@ -31,7 +31,7 @@ from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.prune import PrefillPass, Probe
 from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.search.space import Candidate, Slot, Tick, alone, boundary_slots, built, composed
+from mmaccel.search.space import Candidate, Slot, Tick, boundary_slots, build, compose, one_slot
 
 R = TypeVar("R")
 Space = Mapping[str, Sequence[Candidate]]
@@ -46,7 +46,7 @@ SLACK, NOISE = 0.01, 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Inside:
+class LayerInputs:
     """Attention inputs of one layer: query [1, H, S, D], key and value [1, G, S, D] after RoPE, and the tokens' layout."""
 
     layer: int
@@ -64,7 +64,7 @@ class _Enough(Exception):
 def watch(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    visit: Callable[[Inside], None],
+    visit: Callable[[LayerInputs], None],
     layers: set[int] | None = None,
 ) -> None:
     """Run the prompt through `model` with dense attention and call `visit` with the attention inputs of each layer (or of
@@ -83,7 +83,7 @@ def watch(
             self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
         ) -> None:
             if layers is None or layer in layers:
-                visit(Inside(layer, query, key, value, scale, run.layout))
+                visit(LayerInputs(layer, query, key, value, scale, run.layout))
             if layers is not None and layer == max(layers):
                 raise _Enough
 
@@ -103,10 +103,10 @@ def frame_tokens(layout: TokenLayout) -> int:
 
 def present(layout: TokenLayout) -> list[int]:
     """The modalities that occur in a prompt."""
-    return [m for m in MODALITIES if layout.census[m]]
+    return [m for m in MODALITIES if layout.max_tokens_of[m]]
 
 
-def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
+def sample_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
     """Facts of a sample prompt for the table: tokens by modality, frames, and a checksum of all inputs."""
     digest = hashlib.sha256()
     for name in sorted(inputs):
@@ -118,7 +118,7 @@ def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
             digest.update(repr(value).encode())
     return {
         "tokens": layout.length,
-        **{f"{MODALITIES[m]}_tokens": layout.census[m] for m in MODALITIES},
+        **{f"{MODALITIES[m]}_tokens": layout.max_tokens_of[m] for m in MODALITIES},
         "frames": int(layout.frame.amax()) + 1,
         "tokens_a_frame": frame_tokens(layout),
         "digest": digest.hexdigest()[:16],
@@ -130,7 +130,7 @@ class Bench:
     """Measures candidate patterns on one layer; dense outputs are computed once for each key modality and cached with the
     layer."""
 
-    inside: Inside
+    inside: LayerInputs
     backend: str
     _dense: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -164,7 +164,7 @@ class Bench:
     def errors(self, pattern: Mapping[str, Any], slot: Slot) -> tuple[Tensor, Tensor]:
         """Two tensors [H] float64: relative error of the output against dense attention over the rows and keys of `slot`,
         and the share of causal pairs in listed blocks."""
-        plan = self.plan(built(pattern))
+        plan = self.plan(build(pattern))
         out = self.attend(plan)
         rows = None
         if slot.query is not None:
@@ -181,23 +181,23 @@ class Bench:
         share                    pairs over causal pairs
         """
         device = self.inside.query.device
-        plan, index = timed(partial(self.plan, built(pattern)), device)
-        plans = [plan, self.plan(built(target))]
+        plan, index = timed(partial(self.plan, build(pattern)), device)
+        plans = [plan, self.plan(build(target))]
         if device.type == "cuda" and repeats:
             for each in plans:  # the first run compiles
                 self.attend(each)
         taken = [[timed(partial(self.attend, each), device)[1] for each in plans] for _ in range(repeats)]
-        seconds = [brief(min(column)) for column in zip(*taken, strict=True)] if taken else (None, None)
+        seconds = [rounded(min(column)) for column in zip(*taken, strict=True)] if taken else (None, None)
         whole = self.inside.layout.length * (self.inside.layout.length + 1) / 2
-        pairs = [brief(float(self.kept(each).mean()) * whole) for each in plans]
+        pairs = [rounded(float(self.kept(each).mean()) * whole) for each in plans]
         return {
             "pattern": dict(pattern),
             "seconds": seconds[0],
             "target_seconds": seconds[1],
-            "index_seconds": brief(index),
+            "index_seconds": rounded(index),
             "pairs": pairs[0],
             "target_pairs": pairs[1],
-            "share": brief(pairs[0] / whole),
+            "share": rounded(pairs[0] / whole),
         }
 
     def kept(self, plan: AttentionPlan | None) -> Tensor:
@@ -222,7 +222,7 @@ def relative_error(out: Tensor, exact: Tensor, rows: Tensor | None) -> Tensor:
     return torch.where(size > 0, (wrong / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt(), 0.0).cpu()
 
 
-def brief(value: float) -> float:
+def rounded(value: float) -> float:
     """Round to six significant figures, as stored in tables; candidates are compared by stored values."""
     return float(f"{value:.6g}")
 
@@ -259,18 +259,18 @@ def scored(
         for slot, candidate in product(boundary_slots(kind, modalities), candidates):
             figures: list[list[float | None]] = [[None] * bench.heads] * 2
             if candidate.state != "dear":
-                pattern = alone(kind, slot, candidate.pattern, block)
-                figures = [list(map(brief, t.tolist())) for t in bench.errors(pattern, slot)]
+                pattern = one_slot(kind, slot, candidate.pattern, block)
+                figures = [list(map(rounded, t.tolist())) for t in bench.errors(pattern, slot)]
             for head, *pair in zip(heads, *figures, strict=True):
                 for name, value in zip(("scores", "shares"), pair, strict=True):
                     head[name].setdefault(kind, {}).setdefault(slot.name, []).append(value)
             tick()
     for kind in space:
-        named = {h: built(arranged(kind, space, head, block, tolerance)[0]) for h, head in enumerate(heads)}
+        named = {h: build(arrange(kind, space, head, block, tolerance)[0]) for h, head in enumerate(heads)}
         plan = bench.plan(LayerHeads(block=block, named=named))
         whole = relative_error(bench.attend(plan)[0], bench.dense(None)[0], None)
         for head, error, kept in zip(heads, whole.tolist(), bench.kept(plan).tolist(), strict=True):
-            head["errors"][kind], head["kept"][kind] = brief(error), brief(kept)
+            head["errors"][kind], head["kept"][kind] = rounded(error), rounded(kept)
         tick()
     return heads
 
@@ -280,9 +280,7 @@ def ticks(space: Space, modalities: Sequence[int]) -> int:
     return sum(len(some) * len(boundary_slots(kind, modalities)) + 1 for kind, some in space.items())
 
 
-def arranged(
-    kind: str, space: Space, head: Row, block: int, tolerance: float
-) -> tuple[dict[str, Any], float]:
+def arrange(kind: str, space: Space, head: Row, block: int, tolerance: float) -> tuple[dict[str, Any], float]:
     """Best pattern of boundary type `kind` for one head, and its cost relative to the target.
 
     Each slot takes its candidate of least error, of equals the cheapest. Candidates were levelled on the mean of heads, so
@@ -319,28 +317,28 @@ def arranged(
     for slot, some in options.items():
         room = 1 + tolerance - cost() + some[chosen[slot]][1]
         chosen[slot] = _best(some, [n for n in some if some[n][1] <= room] or [chosen[slot]])
-    return composed(kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block), brief(cost())
+    return compose(kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block), rounded(cost())
 
 
 def _best(options: Mapping[int, tuple[float, float]], among: Collection[int]) -> int:
     """Of some candidates (error, cost) the one of the least error, of equals the cheapest."""
-    enough = good(options[n][0] for n in among)
+    enough = tie_limit(options[n][0] for n in among)
     return min((n for n in among if options[n][0] <= enough), key=lambda n: (options[n][1], n))
 
 
-def good(errors: Iterable[float]) -> float:
+def tie_limit(errors: Iterable[float]) -> float:
     """The largest error that counts as equal to the least of `errors`."""
     return min(errors) * (1 + SLACK) + NOISE
 
 
-def decided(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
+def decide_head(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
     """A head's measurements with the choice that follows: boundary type, pattern, score, cost and share.
 
     Of equal types the first wins, and no boundary comes first.
     """
-    enough = good(head["errors"][k] for k in space)
+    enough = tie_limit(head["errors"][k] for k in space)
     kind = next(k for k in space if head["errors"][k] <= enough)
-    pattern, cost = arranged(kind, space, head, block, tolerance)
+    pattern, cost = arrange(kind, space, head, block, tolerance)
     measured = {name: head[name] for name in ("errors", "kept", "scores", "shares")}
     chosen = {"score": head["errors"][kind], "cost": cost, "share": head["kept"][kind]}
     return {"pattern": pattern, "kind": kind, **chosen, **measured}

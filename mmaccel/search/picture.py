@@ -19,7 +19,7 @@ from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan, element_mask
 from mmaccel.core.registry import policy
 from mmaccel.figure import figure
-from mmaccel.search.measure import Inside, frame_tokens
+from mmaccel.search.measure import LayerInputs, frame_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,7 +89,7 @@ def orders(layout: TokenLayout) -> dict[str, Tensor]:
     return found
 
 
-def pooled(inside: Inside, head: int, order: Tensor, size: int) -> Tensor:
+def pooled(inside: LayerInputs, head: int, order: Tensor, size: int) -> Tensor:
     """Attention of a head averaged into cells, [size, size] float32 (smaller for a short prompt).
 
     `order` [S] is the order of both rows and columns.
@@ -110,18 +110,18 @@ def pooled(inside: Inside, head: int, order: Tensor, size: int) -> Tensor:
     return (total / (count[:, None] * count[None, :])).cpu()
 
 
-def weights(inside: Inside, head: int, rows: Tensor, key: Tensor) -> Tensor:
+def weights(inside: LayerInputs, head: int, rows: Tensor, key: Tensor) -> Tensor:
     """Attention weights [rows, S] float32 of some rows of a head; key [S, D]."""
     score = (inside.query[0, head, rows].float() * inside.scale) @ key.T
     ahead = torch.arange(key.shape[0], device=key.device) > rows[:, None]
     return score.masked_fill_(ahead, -torch.inf).softmax(-1)
 
 
-def _keys(inside: Inside, head: int) -> Tensor:
+def _keys(inside: LayerInputs, head: int) -> Tensor:
     return inside.key[0, head * inside.key.shape[1] // inside.query.shape[1]].float()
 
 
-def head_picture(inside: Inside, head: int, size: int = 256) -> Figure:
+def head_picture(inside: LayerInputs, head: int, size: int = 256) -> Figure:
     """Picture of one head: its last tokens at full resolution, then all tokens in each of `orders`."""
     length = inside.layout.length
     last = torch.arange(max(0, length - min(size, 192)), length, device=inside.query.device)
@@ -182,17 +182,17 @@ def small_plan(name: str) -> AttentionPlan:
     return plan
 
 
-def standing(plan: AttentionPlan) -> Tensor:
+def part_numbers(plan: AttentionPlan) -> Tensor:
     """Which part of the plan computes each pair, [n, n] int64, from 1; 0 for none."""
     numbers = torch.zeros(plan.n_query, plan.n_key, dtype=torch.long)
-    for number, (part, spans) in enumerate(zip(plan.parts, ordered(plan), strict=True), 1):
+    for number, (part, spans) in enumerate(zip(plan.parts, plan_pairs(plan), strict=True), 1):
         for span, (seen, _) in zip(part.spans, spans, strict=True):
             row, column = seen.nonzero(as_tuple=True)
             numbers[part.q_row[0, 0, row].long(), span.k_row[0, 0, column].long()] = number
     return numbers
 
 
-def ordered(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
+def plan_pairs(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
     """For each span of each part, in the plan's order: computed pairs, and pairs of listed blocks, [P, N] bool."""
     bq, bk = plan.block_q, plan.block_k
 
@@ -213,12 +213,12 @@ def plan_picture(name: str) -> Figure:
     from matplotlib.colors import to_rgb
 
     colour = torch.tensor([(1.0, 1.0, 1.0), *(to_rgb(f"C{n % 10}") for n in range(len(plan.parts)))])
-    left.imshow(colour[standing(plan)])
+    left.imshow(colour[part_numbers(plan)])
     for edge in list(accumulate(count for _, count in SEGMENTS))[:-1]:
         left.axhline(edge - 0.5, color="black", linewidth=0.4)
         left.axvline(edge - 0.5, color="black", linewidth=0.4)
     left.set_title("as the tokens stand", fontsize=9)
-    parts = ordered(plan)
+    parts = plan_pairs(plan)
     width = max(sum(seen.shape[1] for seen, _ in spans) for spans in parts)
     image, top = torch.ones(sum(spans[0][0].shape[0] for spans in parts), width, 3), 0
     for number, spans in enumerate(parts, 1):

@@ -26,8 +26,8 @@ from mmaccel.core.registry import check_limits
 from mmaccel.core.report import Rows, environment, peak_bytes, write_whole
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
 from mmaccel.search import measure as figures
-from mmaccel.search.measure import Bench, Inside, Row, Space, brief, decided, scored
-from mmaccel.search.space import KINDS, Candidate, Ledger, Scale, Tick, built, kinds_of, levelled, rows
+from mmaccel.search.measure import Bench, LayerInputs, Row, Space, decide_head, rounded, scored
+from mmaccel.search.space import KINDS, Candidate, CostTable, Scale, Tick, build, kinds_of, level_all, rows
 
 Progress = Callable[[str, int, int | None], None]
 PACKAGES = ("mmaccel", "torch", "transformers", "triton")
@@ -103,7 +103,7 @@ def search(
         missing = set(range(depth)) - parts.layers().keys()
         tick = _ticking(progress, "score", figures.ticks(space, modalities) * len(missing))
 
-        def visit(inside: Inside) -> None:
+        def visit(inside: LayerInputs) -> None:
             begin = time.perf_counter()
             heads = scored(Bench(inside, about["backend"]), space, modalities, block, tolerance, tick)
             row = {"layer": inside.layer, "heads": heads, "seconds": time.perf_counter() - begin}
@@ -112,7 +112,7 @@ def search(
         figures.watch(model, inputs, visit, missing)
         layers = parts.layers()
         seconds = sum(parts.all("spent")) + sum(row["seconds"] for row in layers.values())
-        table = assembled(about, measured, space, [layers[n]["heads"] for n in range(depth)])
+        table = build_table(about, measured, space, [layers[n]["heads"] for n in range(depth)])
         table["seconds"] = round(seconds, 3)
         table["peak_bytes"] = max(row["peak_bytes"] for row in layers.values())
         write_whole(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
@@ -134,9 +134,9 @@ def _levelled(
     device, fingerprint = next(model.parameters()).device, adapter.fingerprint(model)
     backend = select.choose(device) if settings.backend == "auto" else settings.backend
     select.get(backend, device)
-    middle: list[Inside] = []
+    middle: list[LayerInputs] = []
 
-    def keep(one: Inside) -> None:
+    def keep(one: LayerInputs) -> None:
         # Tensors of a layer are gone when the pass goes on.
         middle.append(replace(one, query=one.query.clone(), key=one.key.clone(), value=one.value.clone()))
 
@@ -168,7 +168,7 @@ def _levelled(
         "modalities": [MODALITIES[m] for m in modalities],
         "measured_layer": inside.layer,
         "objective": "norm of (sparse - dense) attention output over the norm of dense, over all rows of the sample",
-        "sample": {**sample, **figures.described(inputs, layout)},
+        "sample": {**sample, **figures.sample_facts(inputs, layout)},
         "device": here["device"],
         "dtype": str(inside.query.dtype).removeprefix("torch."),
         "backend": backend,
@@ -183,9 +183,9 @@ def _levelled(
         parts.add({"measured": row})
         return row
 
-    ledger = Ledger(settings.cost, parts.all("measured"), measure)
+    ledger = CostTable(settings.cost, parts.all("measured"), measure)
     tick = _ticking(progress, "level", len(rows(scale)) * len(kinds))
-    space = levelled(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
+    space = level_all(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
     parts.add({"spent": time.perf_counter() - begin})
     return about, list(ledger.rows.values()), space
 
@@ -282,23 +282,23 @@ def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return names or [next(n for n in {**now, **known} if now.get(n) != known.get(n))]
 
 
-def assembled(
+def build_table(
     about: Row, measured: Sequence[Row], space: Space, layers: Sequence[Sequence[Row]]
 ) -> dict[str, Any]:
     """Build the table: its settings, the measured costs, the candidates, and the choice for each head."""
-    choose = partial(decided, space, block=about["block"], tolerance=about["tolerance"])
+    choose = partial(decide_head, space, block=about["block"], tolerance=about["tolerance"])
     return {
         **about,
         "measured": [dict(row) for row in measured],
         "space": {
-            kind: [{**vars(one), "rows": list(one.rows), "cost": brief(one.cost)} for one in some]
+            kind: [{**vars(one), "rows": list(one.rows), "cost": rounded(one.cost)} for one in some]
             for kind, some in space.items()
         },
         "layers": [[choose(head) for head in layer] for layer in layers],
     }
 
 
-def replayed(table: Row) -> dict[str, Any]:
+def recompute(table: Row) -> dict[str, Any]:
     """Recompute a table from its own costs and scores; the result equals it. Raises `RecipeError` if a cost is missing."""
 
     def missing(pattern: Row) -> dict[str, Any]:
@@ -307,19 +307,19 @@ def replayed(table: Row) -> dict[str, Any]:
     # Tables of before have the rows of Table 3 alone, and do not say so.
     extended = table.get("extended", False)
     scale = Scale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
-    ledger = Ledger(table["cost"], table["measured"], missing)
+    ledger = CostTable(table["cost"], table["measured"], missing)
     modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
-    space = levelled(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
-    return {**assembled(table, table["measured"], space, table["layers"]), "target": scale.target()}
+    space = level_all(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
+    return {**build_table(table, table["measured"], space, table["layers"]), "target": scale.target()}
 
 
-def narrowed(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
+def restrict_kinds(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
     """Layer -> head -> pattern: the choice among only some boundary types `kinds`, from the table's own figures."""
     space = {
         kind: [Candidate(**{**one, "rows": tuple(one["rows"])}) for one in table["space"][kind]]
         for kind in kinds
     }
-    choose = partial(decided, space, block=table["block"], tolerance=table["tolerance"])
+    choose = partial(decide_head, space, block=table["block"], tolerance=table["tolerance"])
     return choices({"layers": [[choose(head) for head in layer] for layer in table["layers"]]})
 
 
@@ -334,7 +334,7 @@ def agreement(one: Row, other: Row) -> float:
 
 def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
     """For each layer the names of its heads' patterns, as in a report."""
-    return [tuple(built(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
+    return [tuple(build(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
 
 
 def main_pattern(pattern: Row) -> str:

@@ -87,7 +87,7 @@ def boundary_slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
     return [Slot(f"{MODALITIES[q]}>{MODALITIES[k]}", q, k) for q in modalities for k in modalities]
 
 
-def composed(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
+def compose(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
     """The recipe mapping of boundary type `kind` with a pattern for each slot.
 
     Modalities that the sample lacks take the pattern of one that it has: images that of videos, if there are any.
@@ -102,7 +102,7 @@ def composed(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> 
     return {"name": kind, "block": block, "pairs": pairs}
 
 
-def alone(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
+def one_slot(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
     """The recipe mapping of boundary type `kind` with `pattern` in one slot and nothing in the others."""
     if kind == "no_boundary":
         return dict(pattern)
@@ -112,11 +112,11 @@ def alone(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict
     return {"name": kind, "block": block, **rest, slot.name: dict(pattern)}
 
 
-def everywhere(
+def every_slot(
     kind: str, pattern: Mapping[str, Any], modalities: Sequence[int], block: int
 ) -> dict[str, Any]:
     """The recipe mapping of boundary type `kind` with `pattern` in every slot."""
-    return composed(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
+    return compose(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def merged(candidates: Collection[Candidate]) -> list[Candidate]:
     return list(known.values())
 
 
-class Ledger:
+class CostTable:
     """Costs of patterns relative to the target, in "seconds" or "pairs"; each is measured once."""
 
     def __init__(self, cost: str, measured: Sequence[Mapping[str, Any]], measure: Measure) -> None:
@@ -304,7 +304,7 @@ class Ledger:
         return share
 
 
-def levelled(
+def level_all(
     scale: Scale,
     kinds: Sequence[str],
     modalities: Sequence[int],
@@ -321,7 +321,7 @@ def levelled(
     first = [0] * len(table)
     space = {}
     for kind in kinds:
-        whole = partial(everywhere, kind, modalities=modalities, block=scale.block)
+        whole = partial(every_slot, kind, modalities=modalities, block=scale.block)
 
         def taken(pattern: Mapping[str, Any], whole: Callable[..., dict[str, Any]] = whole) -> float:
             return cost(whole(pattern))
@@ -347,7 +347,7 @@ def key(pattern: Mapping[str, Any]) -> str:
     return json.dumps(pattern, sort_keys=True)
 
 
-def built(pattern: Mapping[str, Any]) -> SparsePattern:
+def build(pattern: Mapping[str, Any]) -> SparsePattern:
     """Build a sparse pattern from its recipe mapping."""
     made: SparsePattern = policy("sparse", pattern)
     return made

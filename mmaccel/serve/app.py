@@ -19,10 +19,10 @@ from starlette.exceptions import HTTPException
 
 from mmaccel.core.decoding.generate import Ended
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.streams.live import settled
+from mmaccel.core.streams.live import gc_frozen
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import Guard, problem, sentence
+from mmaccel.serve.guard import Guard, error_response, sentence
 from mmaccel.serve.settings import Refused, Settings
 
 log = logging.getLogger("mmaccel.serve")
@@ -71,28 +71,28 @@ def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = s
 def _tell_errors(app: FastAPI, seconds: float) -> None:
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return problem(error.status, str(error), error.code)
+        return error_response(error.status, str(error), error.code)
 
     @app.exception_handler(MmaccelError)
     async def wrong(_: Request, error: MmaccelError) -> JSONResponse:
-        return problem(400, str(error))
+        return error_response(400, str(error))
 
     @app.exception_handler(Ended)
     async def ended(_: Request, error: Ended) -> JSONResponse:
-        return problem(408, f"the video was not read within {seconds:g} s; ask for fewer frames.")
+        return error_response(408, f"the video was not read within {seconds:g} s; ask for fewer frames.")
 
     @app.exception_handler(RequestValidationError)
     async def unfit(_: Request, error: RequestValidationError) -> JSONResponse:
         text, field = sentence(error)
-        return problem(400, text, param=field)
+        return error_response(400, text, param=field)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> JSONResponse:
-        return problem(error.status_code, str(error.detail))
+        return error_response(error.status_code, str(error.detail))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
-        return problem(500, "the server failed; its log says why.")
+        return error_response(500, "the server failed; its log says why.")
 
 
 def connections(settings: Settings) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def run(engine: Engine) -> None:
     settings = engine.settings
     logging.captureWarnings(True)
     warnings.simplefilter("default")
-    with settled():
+    with gc_frozen():
         uvicorn.run(
             create_app(engine),
             host=settings.host,

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from mmaccel.serve.engine import Completion, Engine
-from mmaccel.serve.guard import Client, caller, said
+from mmaccel.serve.guard import Client, caller, error_message
 from mmaccel.serve.messages import ChatRequest
 
 router = APIRouter(tags=["OpenAI"])
@@ -128,6 +128,6 @@ async def _events(
             yield f"data: {json.dumps(told)}\n\n"
         yield "data: [DONE]\n\n"
     except Exception as error:
-        yield f"data: {json.dumps({'error': {'message': said(error), 'type': 'server_error'}})}\n\n"
+        yield f"data: {json.dumps({'error': {'message': error_message(error), 'type': 'server_error'}})}\n\n"
     finally:
         task.cancel()

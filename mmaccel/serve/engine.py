@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.decoding.batch import Batch, Seat
+from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
@@ -30,11 +30,11 @@ from mmaccel.models import load_processor
 from mmaccel.models.schema import by_schema, end_tokens
 from mmaccel.serve import sources
 from mmaccel.serve.copies import CHECK_S, Copies
-from mmaccel.serve.kept import Kept, KeptVideos, keeps_all
+from mmaccel.serve.kept import StreamEntry, VideoCache, without_age_limit
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Refused, Settings
-from mmaccel.serve.speech import Cutter, Speech, tokens_to_stop
+from mmaccel.serve.speech import StopTextFilter, TextStreamer, tokens_to_stop
 from mmaccel.serve.turns import Turns
 
 log = logging.getLogger("mmaccel.serve")
@@ -59,7 +59,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ActiveRequest:
     """A request being served: its recipe, its fetched images and videos, the answer's token limit, and the callback `put`
     for text. `joined` is to be called when its prompt has been read, so that the next prompt may start."""
 
@@ -95,7 +95,7 @@ class Engine:
         self.turns = Turns(settings.limits.at_once, settings.limits.waiting, settings.limits.together)
         self.metrics.waiting.set_function(self.turns.__len__)
         self.batch = Batch(self.metrics.together.observe)
-        self.kept = KeptVideos(settings.limits, self.metrics)
+        self.kept = VideoCache(settings.limits, self.metrics)
         self._fetching: dict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, settings.limits.fetching)
         )
@@ -138,7 +138,7 @@ class Engine:
             loop = asyncio.get_running_loop()
             async with self.turns.turn(caller) as leave:
                 joined = partial(loop.call_soon_threadsafe, leave)
-                asked = Asked(request, name, fetched, most, told, deadline, joined)
+                asked = ActiveRequest(request, name, fetched, most, told, deadline, joined)
                 try:
                     done = await self._done(asked, caller)
                 except Refused as error:
@@ -210,11 +210,11 @@ class Engine:
         limits = limits or self.settings.limits
         return sources.video(source, self.processor, limits, fps, frames, lambda done, of: deadline.check())
 
-    async def _done(self, asked: Asked, caller: str) -> Completion:
+    async def _done(self, asked: ActiveRequest, caller: str) -> Completion:
         question, request = self._alone(asked), asked.request
         with self.out_of_memory():
             if question is None:
-                speech = Speech(self.processor.decode, request.stops, asked.put, asked.deadline)
+                speech = TextStreamer(self.processor.decode, request.stops, asked.put, asked.deadline)
                 # The model is left before the turn goes on to the next one.
                 return await ended_with(threaded(partial(self._generate, asked, speech)), asked.deadline)
             key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
@@ -224,7 +224,7 @@ class Engine:
 
     # Videos whose memory is kept.
 
-    def _alone(self, asked: Asked) -> str | None:
+    def _alone(self, asked: ActiveRequest) -> str | None:
         """The question of a request that is one on a single video, greedily, under a memory of streams."""
         first, *more = asked.request.messages
         parts = first.parts()
@@ -234,12 +234,12 @@ class Engine:
         video, text = parts
         return text.text if isinstance(video, VideoPart) and isinstance(text, Text) else None
 
-    async def _keep(self, asked: Asked) -> Kept:
+    async def _keep(self, asked: ActiveRequest) -> StreamEntry:
         request, deadline = asked.request, asked.deadline
         reading = partial(self.read, asked.fetched[0], request.fps, request.frames, deadline)
         video = await ended_with(threaded(reading), deadline)
-        parts = self.processor, keeps_all(self.recipes[asked.recipe]), self.settings.limits
-        kept = Kept(self.model, *parts)
+        parts = self.processor, without_age_limit(self.recipes[asked.recipe]), self.settings.limits
+        kept = StreamEntry(self.model, *parts)
         try:
             stored = isinstance(kv := kept.recipe.kv, StreamPolicy) and kv.ingests
             call = kept.session.ingest if stored else kept.session.watch
@@ -252,8 +252,8 @@ class Engine:
             raise
         return kept
 
-    async def _answered(self, kept: Kept, asked: Asked, question: str) -> Completion:
-        wanted, cutter, text = asked.request.mmaccel, Cutter(asked.request.stops), ""
+    async def _answered(self, kept: StreamEntry, asked: ActiveRequest, question: str) -> Completion:
+        wanted, cutter, text = asked.request.mmaccel, StopTextFilter(asked.request.stops), ""
         async with kept.asking:  # a session reports on its last answer alone
             left = max(0.01, asked.deadline.left() or 0.0)
             reply = kept.session.ask(
@@ -281,7 +281,7 @@ class Engine:
 
     # All others.
 
-    def _generate(self, asked: Asked, speech: Speech) -> Completion:
+    def _generate(self, asked: ActiveRequest, speech: TextStreamer) -> Completion:
         request, deadline, place = asked.request, asked.deadline, next(self.model.parameters())
         inputs = self.processor.chat(self._content(asked), device=place.device, dtype=place.dtype)
         deadline.check()
@@ -300,7 +300,7 @@ class Engine:
                 drawing.close()
                 asked.joined()
 
-            fast.seat = seat = Seat(self.batch, joined=joined)
+            fast.seat = seat = BatchSlot(self.batch, joined=joined)
             if not request.greedy:
                 # An answer decoded alone draws the process's own random numbers, one answer at a time.
                 drawing.enter_context(self._draws(deadline))
@@ -318,7 +318,7 @@ class Engine:
         what = speech.cutter.said, reason, rows, len(speech.ids), asked.recipe, report
         return Completion(*what, alone=seat.alone)
 
-    def _content(self, asked: Asked) -> list[dict[str, Any]]:
+    def _content(self, asked: ActiveRequest) -> list[dict[str, Any]]:
         """The messages as `Processor.chat` takes them."""
         left, request, limits = iter(asked.fetched), asked.request, self.settings.limits
 

@@ -35,7 +35,7 @@ SECURITY = {
 }
 
 
-def problem(status: int, text: str, code: str | None = None, param: str | None = None) -> JSONResponse:
+def error_response(status: int, text: str, code: str | None = None, param: str | None = None) -> JSONResponse:
     """An error response in OpenAI's format."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": text, "type": kind, "param": param, "code": code}
@@ -107,7 +107,7 @@ class Guard:
                 await receive()
                 return await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
             self._metrics.requests.labels("refused", str(error.status)).inc()
-            return await problem(error.status, str(error), error.code)(scope, receive, send)
+            return await error_response(error.status, str(error), error.code)(scope, receive, send)
         scope.setdefault("state", {})["caller"] = asks
 
         async def with_headers(message: Message) -> None:
@@ -179,7 +179,7 @@ def sentence(error: Any) -> tuple[str, str]:
     return f"{field[:100]}: {str(first['msg'])[:200].rstrip('.').lower()}.", field[:100]
 
 
-def said(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """The error message to send to a client; internal errors are only logged."""
     if isinstance(error, ValidationError):
         return sentence(error)[0]

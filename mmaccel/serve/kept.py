@@ -27,7 +27,7 @@ EVIDENCE = 16
 """Moments of an answer that are told, those that weigh most."""
 
 
-class Pictures:
+class Thumbnails:
     """JPEG thumbnails of a stream's frames, by frame number; beyond `most`, every second one is dropped."""
 
     def __init__(self, most: int) -> None:
@@ -48,18 +48,18 @@ class Pictures:
         return files[place - 1][1] if place else None
 
 
-def keeps_all(recipe: Recipe) -> Recipe:
+def without_age_limit(recipe: Recipe) -> Recipe:
     """`recipe` for a stored video: its KV policy drops no frames by age."""
     if getattr(recipe.kv, "keep_seconds", None) is None:
         return recipe
     return replace(recipe, kv=replace(recipe.kv, keep_seconds=None))  # type: ignore[call-arg]
 
 
-class Kept:
+class StreamEntry:
     """A stream's session and its thumbnails."""
 
     def __init__(self, model: nn.Module, processor: Any, recipe: Recipe, limits: Limits) -> None:
-        self.recipe, self.pictures = recipe, Pictures(limits.thumbnails)
+        self.recipe, self.pictures = recipe, Thumbnails(limits.thumbnails)
         self.session = AsyncVideoSession(model, processor, recipe)
         self.users = 0
         self.asking = asyncio.Lock()
@@ -88,15 +88,17 @@ class Kept:
         return int(sum(self.counters.get(name, 0) for name in ("bytes", "host_bytes", "host_disk_bytes")))
 
 
-class KeptVideos:
+class VideoCache:
     """LRU cache of ingested videos, keyed by caller, content, recipe and sampling."""
 
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self._limits, self._metrics = limits, metrics
-        self._videos: OrderedDict[Hashable, asyncio.Future[Kept]] = OrderedDict()
+        self._videos: OrderedDict[Hashable, asyncio.Future[StreamEntry]] = OrderedDict()
 
     @asynccontextmanager
-    async def open(self, key: Hashable, make: Callable[[], Awaitable[Kept]]) -> AsyncIterator[Kept]:
+    async def open(
+        self, key: Hashable, make: Callable[[], Awaitable[StreamEntry]]
+    ) -> AsyncIterator[StreamEntry]:
         """The cached video stream of `key`, created by `make` if missing; concurrent requests wait for the same one."""
         kept = await self._kept(key, make)
         kept.users += 1
@@ -106,7 +108,7 @@ class KeptVideos:
             kept.users -= 1
             await self.shrink(self._limits.kept)
 
-    async def _kept(self, key: Hashable, make: Callable[[], Awaitable[Kept]]) -> Kept:
+    async def _kept(self, key: Hashable, make: Callable[[], Awaitable[StreamEntry]]) -> StreamEntry:
         while (found := self._videos.get(key)) is not None:
             self._videos.move_to_end(key)
             try:
@@ -128,7 +130,7 @@ class KeptVideos:
         mine.set_result(kept)
         return kept
 
-    def _whole(self) -> dict[Hashable, Kept]:
+    def _whole(self) -> dict[Hashable, StreamEntry]:
         """Those that are made."""
         return {key: one.result() for key, one in self._videos.items() if one.done() and not one.cancelled()}
 
@@ -138,7 +140,7 @@ class KeptVideos:
 
     async def shrink(self, most: int) -> int:
         """Close unused videos beyond `most` or the cap in bytes, least recently used first; returns how many."""
-        whole, closed = self._whole(), list[Kept]()
+        whole, closed = self._whole(), list[StreamEntry]()
         held = self.bytes()
         for key, one in whole.items():
             if len(whole) - len(closed) <= most and held <= self._limits.kept_bytes:

@@ -11,28 +11,28 @@ Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, le=240, allow_inf_nan=False)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Base model that rejects unknown fields, so that no unsupported option is silently ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Address(Strict):
+class Address(StrictModel):
     url: str
     detail: str | None = None
 
 
-class Text(Strict):
+class Text(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class ImagePart(Strict):
+class ImagePart(StrictModel):
     type: Literal["image_url"]
     image_url: Address
 
 
-class VideoPart(Strict):
+class VideoPart(StrictModel):
     type: Literal["video_url"]
     video_url: Address
 
@@ -40,7 +40,7 @@ class VideoPart(Strict):
 Part = Annotated[Text | ImagePart | VideoPart, Field(discriminator="type")]
 
 
-class Message(Strict):
+class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[Part], Field(max_length=256)]
     name: str | None = None
@@ -50,7 +50,7 @@ class Message(Strict):
         return [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class Ours(Strict):
+class MmaccelOptions(StrictModel):
     """Request fields beyond OpenAI's.
 
     recipe      name of one of the server's recipes
@@ -66,21 +66,21 @@ class Ours(Strict):
     thumbnails: bool = False
 
 
-class VideoIO(Strict):
+class VideoIO(StrictModel):
     fps: Rate | None = None
     num_frames: Annotated[int, Field(ge=1)] | None = None
 
 
-class MediaIO(Strict):
+class MediaIO(StrictModel):
     video: VideoIO = VideoIO()
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Named(Strict):
+class SchemaFormat(StrictModel):
     """A JSON schema; answers always follow it, whatever `strict` is."""
 
     name: str | None = None
@@ -89,11 +89,11 @@ class Named(Strict):
     strict: bool | None = None
 
 
-class Format(Strict):
+class Format(StrictModel):
     """Answer format: text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Named | None = None
+    json_schema: SchemaFormat | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Format:
@@ -102,7 +102,7 @@ class Format(Strict):
         return self
 
 
-class Sampling(Strict):
+class Sampling(StrictModel):
     """Sampling options of an answer; greedy without a `temperature`."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -140,7 +140,7 @@ class ChatRequest(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream_options: StreamOptions | None = None
-    mmaccel: Ours = Ours()
+    mmaccel: MmaccelOptions = MmaccelOptions()
     media_io_kwargs: MediaIO = MediaIO()
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
@@ -174,7 +174,7 @@ class ChatRequest(Sampling):
         return self.mmaccel.frames or self.media_io_kwargs.video.num_frames
 
 
-class SessionRequest(Strict):
+class SessionRequest(StrictModel):
     """Open a stream, or resume the one saved as `resume`; `fps` frames per second will be sent, for `seconds`."""
 
     model: str | None = None
@@ -184,7 +184,7 @@ class SessionRequest(Strict):
     seconds: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 900.0
 
 
-class FramesRequest(Strict):
+class FramesRequest(StrictModel):
     """Frames for a stream, each a data URL or base64, with their times in seconds or their rate; or a video, watched at
     `fps` frames per second, or with `stored` ingested as a whole."""
 
@@ -207,5 +207,5 @@ class AskRequest(Sampling):
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
-class SaveRequest(Strict):
+class SaveRequest(StrictModel):
     name: Name

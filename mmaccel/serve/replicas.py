@@ -53,7 +53,7 @@ TELLS_S = 5.0
 Make = Callable[[], "Engine"]
 
 
-class ByStream(RequestRouter):
+class StreamRouter(RequestRouter):
     """Ray Serve router: a stream's requests go to the replica that holds it, others to the less busy of two replicas."""
 
     async def choose_replicas(
@@ -64,11 +64,11 @@ class ByStream(RequestRouter):
             # What the proxy sends to the replica, which reads it the same way.
             scope = pickle.loads(pending_request.args[0]).asgi_scope
             if found := NUMBER.match(scope["path"]):
-                return [[home(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
+                return [[replica_of(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
-def home(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
+def replica_of(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
     """The replica that the stream id `number` names, or if it is gone, one by rendezvous hashing, so that few streams move
     when replicas come or go."""
 
@@ -241,7 +241,7 @@ def deploy(
         ray_actor_options={"num_gpus": gpus},
         max_ongoing_requests=settings.limits.waiting,
         health_check_period_s=2,
-        request_router_config=RequestRouterConfig(request_router_class=ByStream),
+        request_router_config=RequestRouterConfig(request_router_class=StreamRouter),
         **scale,
     )
     how: dict[str, Any] = {"blocking": blocking, "external_scaler_enabled": most == least}

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.core.decoding.generate import Deadline
 
 
-class Cutter:
+class StopTextFilter:
     """Splits growing text into pieces to send, without stop texts and without incomplete characters."""
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ def tokens_to_stop(decode: Callable[[list[int]], str], ids: Sequence[int], stops
     return bisect.bisect_left(range(len(ids)), True, key=stopped)
 
 
-class Speech:
+class TextStreamer:
     """A streamer for transformers' `generate` that turns tokens into text; its method `ended` is the stopping criterion.
 
     put  called with pieces of text, in the thread of `generate`
@@ -61,7 +61,7 @@ class Speech:
         deadline: Deadline,
     ) -> None:
         self.ids: list[int] = []
-        self.cutter, self._stops = Cutter(stops), stops
+        self.cutter, self._stops = StopTextFilter(stops), stops
         self._decode, self._put, self._deadline, self._prompt = decode, put, deadline, True
 
     def put(self, value: Tensor) -> None:

@@ -29,8 +29,8 @@ from mmaccel.serve import sources
 from mmaccel.serve.admission import Admission, Promise
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import Client, said
-from mmaccel.serve.kept import Kept
+from mmaccel.serve.guard import Client, error_message
+from mmaccel.serve.kept import StreamEntry
 from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
 from mmaccel.serve.settings import Refused
 from mmaccel.serve.turns import Turns
@@ -46,7 +46,7 @@ class Stream:
     id: str
     owner: str
     recipe: str
-    kept: Kept
+    kept: StreamEntry
     promise: Promise
     used: float = field(default_factory=time.monotonic)
     busy: int = 0
@@ -151,11 +151,11 @@ class Streams:
             folder = None if asked.resume is None else self.folder(asked.resume, caller)
             if folder is not None and not folder.is_dir():
                 raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
-            make = partial(Kept, engine.model, engine.processor, engine.recipes[name], self.limits)
+            make = partial(StreamEntry, engine.model, engine.processor, engine.recipes[name], self.limits)
             with engine.out_of_memory():
                 kept = await threaded(make)
                 if folder is not None:
-                    with named(folder):
+                    with hide_server_path(folder):
                         await kept.session.load(folder)
                     await kept.count()
                     promise.last = promise.first = kept.point()
@@ -365,7 +365,7 @@ async def ask(number: str, body: AskRequest, request: Request, streams: TheStrea
                 whole = json.dumps(streams.told(stream, body, reply.answer))
             yield f"event: answer\ndata: {whole}\n\n"
         except Exception as error:
-            yield f"event: error\ndata: {json.dumps({'message': said(error)})}\n\n"
+            yield f"event: error\ndata: {json.dumps({'message': error_message(error)})}\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -379,7 +379,7 @@ async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) 
     if not folder.exists() and (len(os.listdir(folder.parent)) >= limits.saves or held >= limits.saved_bytes):
         raise Refused(429, "too much is saved; save under a name that there is.", "no_room")
     async with streams.working(stream), stream.taking:
-        with named(folder):
+        with hide_server_path(folder):
             await stream.session.save(folder)
     return {"saved": body.name, "frames": stream.session.frames}
 
@@ -392,7 +392,7 @@ async def close(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
 
 
 @contextmanager
-def named(folder: Path) -> Iterator[None]:
+def hide_server_path(folder: Path) -> Iterator[None]:
     """Context that replaces the server's path in error messages by the saved stream's name."""
     try:
         yield

@@ -44,10 +44,10 @@ def test_scores(dtype: torch.dtype, cosine: bool) -> None:
     """Of a slice of layers; a score is the same whatever is scored beside it."""
     torch.manual_seed(0)
     key, query = torch.randn(LAYERS, 21, WIDTH).to(dtype), torch.randn(2, WIDTH)
-    found = stream.scored(there(key)[1:3], there(query), cosine)
-    torch.testing.assert_close(found.cpu(), plain.scored.plain(key[1:3], query, cosine), atol=1e-5, rtol=1e-5)
-    assert torch.equal(stream.scored(there(key)[1:2], there(query)[:1], cosine), found[:1])
-    assert stream.scored(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
+    found = stream.score(there(key)[1:3], there(query), cosine)
+    torch.testing.assert_close(found.cpu(), plain.score.plain(key[1:3], query, cosine), atol=1e-5, rtol=1e-5)
+    assert torch.equal(stream.score(there(key)[1:2], there(query)[:1], cosine), found[:1])
+    assert stream.score(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
 
 
 @pytest.mark.parametrize(("count", "cosine"), some([1, 5, 8], [False, True]))
@@ -71,8 +71,8 @@ def test_scores_by_words(count: int, cosine: bool) -> None:
 @pytest.mark.parametrize(("limit", "count"), some([1, 7, 200, 10**6], [1, 9, 600]))
 def test_the_first_stage(count: int, limit: int) -> None:
     score, size = few((2, count), count), few((count,), 1 + count, 4).long().clamp_min(0)
-    found = stream.outside(there(score), there(size), limit, 2)
-    assert torch.equal(found.cpu(), plain.outside.plain(score, size, limit, 2))
+    found = stream.beyond_budget(there(score), there(size), limit, 2)
+    assert torch.equal(found.cpu(), plain.beyond_budget.plain(score, size, limit, 2))
 
 
 @pytest.mark.parametrize(("rows", "count"), some([1, 2], [5, 700]))
@@ -112,10 +112,10 @@ def test_entries_up_to_a_budget(
     query, units = few((WIDTH,), 7), torch.tensor([entries])
     for late in (None, Late(units, 2, 6)):
         own = Own(keys, 2, lambda at: keys[at, 2], query, cosine)
-        wanted = plain.selected.plain(before, lists, budget, ahead, own, late)
+        wanted = plain.select.plain(before, lists, budget, ahead, own, late)
         told = None if late is None else Late(there(units), 2, 6)
         device = Own(held, 2, lambda at: keys[at, 2], there(query), cosine)
-        found = stream.selected(there(before), on_device(lists), budget, ahead, device, told)
+        found = stream.select(there(before), on_device(lists), budget, ahead, device, told)
         assert torch.equal(found[0].cpu(), wanted[0])
         assert (wanted[0][1:budget] > wanted[0][: budget - 1]).all()
         if rows == 1:
@@ -142,9 +142,9 @@ def test_what_stands_for_clusters(
     told = None if left is None else torch.tensor([left])
     mine = there(whole.clone())
     given = score, picked, size, (rows[0, 1], rows[1, 1]), time
-    wanted = plain.stand_ins.plain(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
+    wanted = plain.summary_tokens.plain(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
     sides = there(rows)
-    found = stream.stand_ins(
+    found = stream.summary_tokens(
         *map(there, given[:3]),
         (sides[0, 1], sides[1, 1]),
         there(time),
@@ -168,8 +168,10 @@ def test_means_of_words(dtype: torch.dtype, heads: int, rows: int, words_: int |
     count = None if words_ is None else torch.tensor([words_])
     x[:, words_ or rows :] = torch.nan
     for groups in {1, heads // 2 or 1}:
-        found = stream.folded(there(x), None if count is None else there(count), groups)
-        torch.testing.assert_close(found.cpu(), plain.folded.plain(x, count, groups), atol=1e-5, rtol=1e-5)
+        found = stream.mean_query(there(x), None if count is None else there(count), groups)
+        torch.testing.assert_close(
+            found.cpu(), plain.mean_query.plain(x, count, groups), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -194,8 +196,8 @@ def test_what_comes_ahead(count: int) -> None:
     entries = torch.randperm(999, generator=rng)[:count]
     entries[count // 2 :][::3] = -1
     mine, limits = there(table.clone()), (torch.tensor([400]), torch.tensor([5000]))
-    wanted = plain.foretold.plain(table, entries, *limits)
-    found = stream.foretold(mine, there(entries), *map(there, limits))
+    wanted = plain.host_slots.plain(table, entries, *limits)
+    found = stream.host_slots(mine, there(entries), *map(there, limits))
     assert torch.equal(found.cpu(), wanted) and torch.equal(mine.cpu()[:-1], table[:-1])
 
 

@@ -20,7 +20,7 @@ from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import kernel as working
 from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, Work
 from mmaccel.backends.triton.prefill.lists import copy_pieces as launched
-from mmaccel.backends.triton.prefill.lists import paired, unsure
+from mmaccel.backends.triton.prefill.lists import count_masked, join_pairs
 from mmaccel.core.prefill.merge_heads import Slice, TensorPacker
 from mmaccel.core.prefill.plan import FULL, AttentionPlan, Part, span_by_range
 
@@ -211,7 +211,7 @@ def test_a_pair_holds_what_both_hold(seed: int) -> None:
     head = torch.minimum(draw[2], count)
     tail = torch.minimum(torch.maximum(draw[3], head), count)
     row = torch.stack([draw[0], count, head, tail, torch.zeros_like(count)], -1)
-    two = paired(row.to(DEVICE))
+    two = join_pairs(row.to(DEVICE))
     for h in range(2):
         for m in range(3):
             mine = [row[0, h, i].tolist() for i in (2 * m, 2 * m + 1) if i < 5]
@@ -228,10 +228,10 @@ def test_a_pair_holds_what_both_hold(seed: int) -> None:
 def test_blocks_that_need_a_test_are_counted(size: tuple[int, ...]) -> None:
     kind = torch.randint(0, 3, size, generator=torch.Generator().manual_seed(0)).to(torch.int8)
     want = torch.nn.functional.pad((kind != FULL).cumsum(-1, dtype=torch.int32), (1, 0))
-    assert torch.equal(unsure(kind.to(DEVICE)).cpu(), want)
+    assert torch.equal(count_masked(kind.to(DEVICE)).cpu(), want)
     if len(size) == 3:
         shared = kind[:1].expand(5, -1, -1)
-        assert torch.equal(unsure(shared.to(DEVICE)).cpu(), want[:1].expand(5, -1, -1))
+        assert torch.equal(count_masked(shared.to(DEVICE)).cpu(), want[:1].expand(5, -1, -1))
 
 
 class Watched:

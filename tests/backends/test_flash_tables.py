@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mmaccel.backends import flash
 from mmaccel.backends.flash import attend
-from mmaccel.backends.flash.tiles import Tiles, finer, rooms, tiled
+from mmaccel.backends.flash.tiles import Tiles, compact_tiles, split, tiled
 from mmaccel.backends.ops import dense_attend
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL
@@ -58,14 +58,14 @@ def test_tiles_of_blocks(seed: int, queries: int, keys: int) -> None:
                 tile = kinds[0, h, i * queries : (i + 1) * queries, j * keys : (j + 1) * keys]
                 assert listed[0, h, i, j] == (tile >= 0).any()
                 assert full[0, h, i, j] == ((tile == FULL).all() and tile.shape[1] == keys)
-    count, index = rooms(listed)
+    count, index = compact_tiles(listed)
     assert count.dtype == index.dtype == torch.int32
     assert count.stride(-1) == index.stride(-1) == 1
     for row, (c, i) in zip(
         listed.flatten(0, 2), zip(count.flatten(), index.flatten(0, 2), strict=True), strict=True
     ):
         assert i[: int(c)].tolist() == row.nonzero().flatten().tolist()
-    parts = finer(kinds, queries, keys)
+    parts = split(kinds, queries, keys)
     assert torch.equal(parts, kinds.repeat_interleave(queries, 2).repeat_interleave(keys, 3))
 
 
@@ -84,9 +84,9 @@ def test_turns_are_of_whole_groups_or_of_a_part_of_one(
 ) -> None:
     monkeypatch.setattr(attend, "ROOM", room * 5 * 7)
     lists = BlockLists(torch.zeros(1, heads, 5, 5, dtype=torch.long), None, torch.zeros(1, 1, 7))
-    assert [range(s.start, s.stop) for s in attend.turns([lists], heads, group)] == want
+    assert [range(s.start, s.stop) for s in attend.head_slices([lists], heads, group)] == want
     shared = BlockLists(lists.row[:, :1], None, lists.kind)
-    assert list(attend.turns([shared], heads, group)) == [slice(0, heads)]
+    assert list(attend.head_slices([shared], heads, group)) == [slice(0, heads)]
 
 
 def test_tiles() -> None:
@@ -116,9 +116,9 @@ def test_a_table_has_a_bound() -> None:
     row = torch.zeros(1, 1, 1 << 20, dtype=torch.int32)
     lists = BlockLists(row.new_zeros(1, 1, 1 << 14, 5).long(), row[0, 0, :1], row[..., : 1 << 14])
     part = Part(row, (KeySpan(row, row, row, 0, 1, lists),))
-    attend.refuse(one, one, part, 64, 64)
+    attend.check_call(one, one, part, 64, 64)
     with pytest.raises(RecipeError, match="at most 268435456 pairs of blocks a head"):
-        attend.refuse(one.expand(2, -1, -1, -1), one, part, 64, 64)
+        attend.check_call(one.expand(2, -1, -1, -1), one, part, 64, 64)
 
 
 def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,10 +187,10 @@ def test_very_many_clusters_are_sorted() -> None:
     launched = mock.Mock()
     with (
         mock.patch.object(operator, "usable", lambda device: None),
-        mock.patch("mmaccel.backends.triton.stream.outside", launched),
+        mock.patch("mmaccel.backends.triton.stream.beyond_budget", launched),
     ):
         for count in (clusters.MOST, clusters.MOST + 1):
-            clusters.outside(torch.zeros(1, count), torch.ones(count, dtype=torch.long), 3, 0)
+            clusters.beyond_budget(torch.zeros(1, count), torch.ones(count, dtype=torch.long), 3, 0)
     assert launched.call_count == 1 and launched.call_args[0][0].shape == (1, clusters.MOST)
 
 

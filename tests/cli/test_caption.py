@@ -13,7 +13,7 @@ import torch
 from mmaccel.cli import answer
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.recipe import Recipe
-from mmaccel.serve.speech import Speech
+from mmaccel.serve.speech import TextStreamer
 from tests.cli import Call
 from tests.spies import heard
 
@@ -76,7 +76,7 @@ def test_people_read_the_text_and_the_figures(call: Call, clip: str, pair: str) 
 def test_a_piece_of_text_is_shown_once_it_is_whole_and_the_last_in_any_case() -> None:
     """Token n is byte n: a character of two bytes waits for its second, unless nothing follows."""
     shown: list[str] = []
-    words = Speech(lambda ids: bytes(ids).decode(errors="replace"), (), shown.append, Deadline())
+    words = TextStreamer(lambda ids: bytes(ids).decode(errors="replace"), (), shown.append, Deadline())
     words.put(torch.tensor([[65, 66]]))
     for byte in "a\u00e9b".encode() + b"\xc3":
         words.put(torch.tensor([byte]))

@@ -19,7 +19,7 @@ import yaml
 from mmaccel import check_policy, list_policies
 from mmaccel.cli import catalog as pairs
 from mmaccel.cli.catalog import DESCRIBED, schema
-from mmaccel.cli.program import bring
+from mmaccel.cli.program import import_plugin
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import Recipe, check_sequences, names, presets, stream_policy
 from mmaccel.core.registry import registry
@@ -37,19 +37,19 @@ def test_the_page_is_what_recipes_say(call: Call) -> None:
 
 
 def test_a_cell_is_yes_or_the_reason_without_names() -> None:
-    told = pairs.together("draft", "prune", "sparse_to_dense", "dycoke")
+    told = pairs.combine("draft", "prune", "sparse_to_dense", "dycoke")
     assert told.startswith("prune chooses what each decoded token sees") and "'dycoke'" not in told
-    assert pairs.together("draft", "prune", "sparse_to_dense", "fastv") == pairs.YES
+    assert pairs.combine("draft", "prune", "sparse_to_dense", "fastv") == pairs.YES
     assert (
-        pairs.together("kv", "prune", "rekv", "fastv")
-        == pairs.together("kv", "prune", "window", "fastv")
+        pairs.combine("kv", "prune", "rekv", "fastv")
+        == pairs.combine("kv", "prune", "window", "fastv")
         == pairs.YES
     )
-    assert pairs.together("sparse", "kv", "grid", "rekv") == pairs.YES
-    assert pairs.together("sparse", "kv", "grid", "window") == pairs.YES
-    assert "reads the whole cache" in pairs.together("kv", "draft", "rekv", "sparse_to_dense")
-    assert pairs.together("kv", "draft", "rekv", "sequential") == pairs.YES
-    assert pairs.inside("sequential", "uv") == pairs.YES != pairs.inside("off", "uv")
+    assert pairs.combine("sparse", "kv", "grid", "rekv") == pairs.YES
+    assert pairs.combine("sparse", "kv", "grid", "window") == pairs.YES
+    assert "reads the whole cache" in pairs.combine("kv", "draft", "rekv", "sparse_to_dense")
+    assert pairs.combine("kv", "draft", "rekv", "sequential") == pairs.YES
+    assert pairs.draft_prunes("sequential", "uv") == pairs.YES != pairs.draft_prunes("off", "uv")
 
 
 def good(**parts: object) -> bool:
@@ -61,7 +61,10 @@ def good(**parts: object) -> bool:
 
 
 def serves(recipe: Recipe) -> tuple[bool, bool]:
-    told = pairs.verdict(lambda: check_sequences(recipe)), pairs.verdict(lambda: stream_policy(recipe))
+    told = (
+        pairs.reason_or_yes(lambda: check_sequences(recipe)),
+        pairs.reason_or_yes(lambda: stream_policy(recipe)),
+    )
     return told[0] == pairs.YES, told[1] == pairs.YES
 
 
@@ -229,7 +232,7 @@ def examples(own: Path) -> Path:
 
 def test_the_examples_keep_the_contract(examples: Path) -> None:
     before = {kind: set(names) for kind, names in list_policies().items()}
-    bring(str(examples))
+    import_plugin(str(examples))
     new = {name: kind for kind, names in list_policies().items() for name in set(names) - before[kind]}
     assert new.keys() == SMALL.keys() and sorted(new.values()) == ["draft", "kv", "prune", "sparse"]
     for name, kind in new.items():
@@ -315,6 +318,6 @@ def test_it_is_told_where_it_is_missed(call: Call, own: Path, clip: str, ov: str
 
 def test_a_process_that_is_started_knows_it(own: Path) -> None:
     """As those of `eval table --jobs` are: a recipe arrives there as a pickle."""
-    bring(str(own))
+    import_plugin(str(own))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(Recipe.to_yaml, (Recipe.load("mine"),)) == Recipe.load("mine").to_yaml()

@@ -75,7 +75,7 @@ def test_a_killed_watch_goes_on(
     assert (whole["frames"], whole["ended"]) == (23, "end")
     words = [str(one) for one in (*base, *QUESTIONS, "--save", folder, "--save-every", 1e-9)]
     with monkeypatch.context() as broken:
-        broken.setattr("mmaccel.cli.journal.Keeper.now_and_then", lambda keeper: keeper.save(False))
+        broken.setattr("mmaccel.cli.journal.PeriodicSaver.now_and_then", lambda keeper: keeper.save(False))
         if when == "between two saves":
             killed_after(3, broken)
         elif when == "stopped":

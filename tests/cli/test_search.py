@@ -17,7 +17,7 @@ import mmaccel
 from mmaccel.cli import draw
 from mmaccel.cli.draw import LANES, Truth, retrieved, runs, timeline
 from mmaccel.core.decoding.generate import Evidence
-from mmaccel.search import replayed
+from mmaccel.search import recompute
 from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern
 from mmaccel_lab.world import World, render
 from tests.cli import Call
@@ -46,7 +46,7 @@ def table(random_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 def test_search_writes_a_table(table: Path) -> None:
     found = json.loads(table.read_text())
-    assert replayed(found) == found
+    assert recompute(found) == found
     assert found["sample"]["videos"] == ["3.mp4", "4.mp4"] and found["sample"]["frames"] == 32
     assert found["sample"]["text_tokens"] > 60 and found["boundaries"] == ["no_boundary", "q_boundary"]
     assert [p.name for p in table.parent.iterdir() if "parts" in p.name or p.name.startswith(".")] == []
@@ -235,8 +235,8 @@ def test_shipped_models_have_their_table(name: str, shipped: Callable[[str], str
     from mmaccel.models.loading import load_model
     from mmaccel.policies.sparse.per_head import difference, read_table
 
-    found = read_table(tiny.path(shipped(name)) / "heads.json")
-    assert replayed(found) == found
+    found = read_table(tiny.model_folder(shipped(name)) / "heads.json")
+    assert recompute(found) == found
     model = load_model(name)
     assert difference(found, adapter_for(model).fingerprint(model)) is None
 

@@ -315,7 +315,7 @@ def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
         inner(*given)
 
     monkeypatch.setattr(session_io, "save", save)
-    monkeypatch.setattr("mmaccel.cli.journal.Keeper.now_and_then", lambda keeper: keeper.save(False))
+    monkeypatch.setattr("mmaccel.cli.journal.PeriodicSaver.now_and_then", lambda keeper: keeper.save(False))
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--clip", 4, "--live")
     status, _, err = call(*base, "--save", tmp_path / "s")
     told = f"the first 4 frames are saved to {tmp_path / 's'}, the rest is not"

@@ -16,7 +16,7 @@ from mmaccel.core.decoding import replay
 from mmaccel.core.errors import ModelError
 from mmaccel.models import decode, recurrent, step
 from mmaccel.models.attention import cache_of
-from mmaccel.models.recurrent import Recurrent, Seats
+from mmaccel.models.recurrent import Recurrent, StateSlots
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.together import StepsTogether
 from mmaccel.policies.draft import Sequential
@@ -71,7 +71,7 @@ def test_steps_are_the_model_s_own(kind: str, replays: None, monkeypatch: pytest
     monkeypatch.setattr(recurrent, "LAG", 3)
     plain, steps = pair(kind)
     draw = torch.Generator().manual_seed(1)
-    seen = heard(monkeypatch, decode.Part, "__call__", lambda *_: 1)
+    seen = heard(monkeypatch, decode.DeviceStep, "__call__", lambda *_: 1)
     for back, counts in (
         *((0, (1, 1, 3, 1, 4)), (2, (2, 1)), (1, (1, 1, 1, 1, 1, 1, 1)), (5, (1, 7, 1)), (9, (5, 1))),
         *((12, (2, 8, 8, 6)), (3, (1, 1)), (0, (11, 1, 2)), (1, (9, 3)), (2, (1,))),
@@ -139,7 +139,7 @@ def test_the_trained_hybrid_says_what_it_said(draft: str, monkeypatch: pytest.Mo
 @torch.no_grad()
 def test_a_seat_is_given_to_the_next_sequence() -> None:
     modules = [*adapter_for(model_of("qwen3_5")).states(model_of("qwen3_5")).values()]  # type: ignore[attr-defined]
-    seats = Seats(modules)
+    seats = StateSlots(modules)
     one, other = ([Recurrent(module) for module in modules] for _ in range(2))
     assert [seats.of(some, 2) for some in (one, other, one)] == [(0, 0, 0, 0), (0, 0, 0, 1), (2, 0, 2, 0)]
     assert len(seats.owners) == 2
@@ -221,7 +221,7 @@ def test_a_step_that_fails_leaves_running_states_as_they_were(
 
     for _ in range(3):
         assert torch.allclose(go(), plain.step(ids), atol=2e-5)
-    owner, name = (StepsTogether, "_run") if shared else (decode.Part, "run")
+    owner, name = (StepsTogether, "_run") if shared else (decode.DeviceStep, "run")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, Mock(side_effect=torch.OutOfMemoryError("once")))
         with pytest.raises(torch.OutOfMemoryError):

@@ -24,7 +24,7 @@ from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, generic, step, tiny
 from mmaccel.models.generic import Generic, Other
 from mmaccel.models.processor import Processor
-from mmaccel.models.prompt_layout import in_seconds
+from mmaccel.models.prompt_layout import format_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
 from mmaccel.models.runner import HFRunner
@@ -192,14 +192,14 @@ def test_windows_that_a_family_does_not_compute_are_refused(kind: str, text: str
     with pytest.raises(ModelError, match="sliding_window: layers of this model see its last 8 tokens alone"):
         mmaccel.accelerate(model)
     layers = model.get_decoder().layers
-    assert not step.known(layers, "silu", family_of(kind))
+    assert not step.can_fuse(layers, "silu", family_of(kind))
     for one in {
         id(x): x for x in (config.text_config, *(layer.self_attn.config for layer in layers))
     }.values():
         one.sliding_window, one.layer_types = None, None
     for layer in layers:
         layer.self_attn.sliding_window = None
-    assert step.known(layers, "silu", family_of(kind))
+    assert step.can_fuse(layers, "silu", family_of(kind))
 
 
 def like_smolvlm(config: Any) -> Any:
@@ -223,8 +223,8 @@ def test_a_time_has_five_characters() -> None:
         1234.5: "1234.",
         86400.0: "86400",
     }
-    assert {time: in_seconds(time) for time in times} == times
-    assert all(len(in_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
+    assert {time: format_seconds(time) for time in times} == times
+    assert all(len(format_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
 
 
 @pytest.fixture(scope="module")

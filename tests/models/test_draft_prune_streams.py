@@ -13,14 +13,14 @@ import torch
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.watching import Heard
+from mmaccel.core.decoding.watching import QuestionAttention
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.prefill.prune import Signals, Stage
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.core.streams.listening import Listening
-from mmaccel.models.signals import Listener
+from mmaccel.core.streams.listening import AttentionRecording
+from mmaccel.models.signals import SignalProbe
 from mmaccel.policies.draft import Parallel, Sequential, Tree
 from mmaccel.policies.kv.no_cache import _Frames
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
@@ -70,12 +70,12 @@ def test_a_pruner_that_keeps_everything_changes_nothing_of_the_draft(kv: str) ->
     assert found[0].counters["accepted"] == found[1].counters["accepted"] > 0
 
 
-def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> Heard:
+def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> QuestionAttention:
     """What a draft's pruner is told of the question to a session."""
     draft = Sequential(model=pair("random-ov")[0], prune=prune)
     with open_session("random-ov", kv, 18, draft=draft, **choices) as session:
         around = session._live.around
-        assert isinstance(around, Listening)
+        assert isinstance(around, AttentionRecording)
         with asked_of(session._live, QUESTION, 4):
             heard = around.heard()
         assert heard is not None and around.heard() is None
@@ -166,22 +166,22 @@ def test_what_is_heard_is_of_units_that_were_seen(kv: str) -> None:
 
 
 def test_what_is_heard_goes_to_the_same_tokens_of_other_units() -> None:
-    heard = Heard(Stage(0), 4, torch.tensor([4, 7, 12]), torch.tensor([[1.0, 2.0, 3.0]]))
+    heard = QuestionAttention(Stage(0), 4, torch.tensor([4, 7, 12]), torch.tensor([[1.0, 2.0, 3.0]]))
     assert heard.to(torch.tensor([1, 1, 3, 0]), torch.tensor([0, 3, 0, 0]), 4).tolist() == [[1, 2, 3, 0]]
     # Units of half as many tokens: each stands where two stood.
     assert heard.to(torch.tensor([1, 1, 3]), torch.tensor([0, 1, 0]), 2).tolist() == [[1, 0, 3]]
-    none = Heard(Stage(0), 4, torch.zeros(0, dtype=torch.long), torch.zeros(1, 0))
+    none = QuestionAttention(Stage(0), 4, torch.zeros(0, dtype=torch.long), torch.zeros(1, 0))
     assert none.to(torch.tensor([1]), torch.tensor([0]), 4).tolist() == [[0]]
 
 
 @pytest.mark.parametrize(("kv", "prune"), product(["mosaic", "streammem", "no_cache", "offload"], PRUNERS))
 def test_a_call_prunes_what_its_draft_reads(kv: str, prune: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = pair("random-qwen")[0], inputs_of("random-qwen", 18)
-    found, told = [], Listener._tell_when_ready
-    monkeypatch.setattr(Listener, "_tell_when_ready", lambda self: (told(self), kept.append(self))[0])
+    found, told = [], SignalProbe._tell_when_ready
+    monkeypatch.setattr(SignalProbe, "_tell_when_ready", lambda self: (told(self), kept.append(self))[0])
     other = copy.deepcopy(model)
     for draft in ("off", Sequential(model=other, window=3, prune={"name": prune, "retention": 0.25})):  # type: ignore[arg-type]
-        kept: list[Listener] = []
+        kept: list[SignalProbe] = []
         with mmaccel.accelerate(model, kv=TIGHT[kv], draft=draft) as fast:
             found.append(model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False))
             report = fast.report()

@@ -295,7 +295,7 @@ def test_pieces_of_a_batch_and_with_gradients(
     whole = norm(hidden)
     monkeypatch.setattr(modules, "ROWS", 33)
     hooks = Hooks()
-    modules.in_chunks(hooks, [norm], adapter_for(model))  # type: ignore[arg-type]
+    modules.chunk_tokens(hooks, [norm], adapter_for(model))  # type: ignore[arg-type]
     with torch.no_grad():
         torch.testing.assert_close(norm(hidden), whole, rtol=0, atol=1e-6)
     norm(hidden.requires_grad_()).sum().backward()

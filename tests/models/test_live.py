@@ -17,7 +17,7 @@ import pytest
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.streams import session_io
-from mmaccel.core.streams.standing import Change, Standing
+from mmaccel.core.streams.standing import Change, StandingQuestion
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=4, window=6)
@@ -178,7 +178,7 @@ KV = every_stream(frames=4, window=6)["mosaic"]
 WHERE, EVERY, LAST = "what is the colour ?", 1.0, 3.0
 
 
-def settle(standing: Standing, seconds: float) -> None:
+def settle(standing: StandingQuestion, seconds: float) -> None:
     """Until it was asked of all that is due."""
     end = time.monotonic() + 30
     while standing.asked is None or seconds - standing.asked >= EVERY:

@@ -101,16 +101,20 @@ class Often:
 
     def __init__(self, session: mmaccel.VideoSession, frames: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.session, self.turns = session, session._stream_adapter.turns
-        self.frames, self.give_way, self.ways = frame_by_frame(session, frames), self.turns.give_way, [0, 0]
-        monkeypatch.setattr(self.turns, "give_way", self.meet)
+        self.frames, self.yield_lock, self.ways = (
+            frame_by_frame(session, frames),
+            self.turns.yield_lock,
+            [0, 0],
+        )
+        monkeypatch.setattr(self.turns, "yield_lock", self.meet)
 
     def meet(self, inside: bool = False) -> None:
         self.ways[inside] += 1
         before, over = self.session.frames, object()
         if not inside and self.ways[0] % 3:
-            return self.give_way(inside)
+            return self.yield_lock(inside)
         while self.session.frames == before and next(self.frames, over) is not over:
-            self.give_way(inside)
+            self.yield_lock(inside)
         return None
 
 
@@ -143,7 +147,7 @@ class Meeting(Often):
             while next(self.frames, over) is not over and not self.turns._waiting:
                 assert time.monotonic() < end
                 time.sleep(2e-4)
-            self.give_way()
+            self.yield_lock()
 
 
 def compared(
@@ -298,7 +302,7 @@ def test_a_memory_on_each_device_and_a_stretch_of_time(kv: str, monkeypatch: pyt
         alone, rest = session.ask(QUESTION, 12), iter(film(25)[14:].split(1))
         early = session.ask(QUESTION, 4, between=(1.0, 3.0))
         assert all(1.0 <= one.seconds <= 3.0 for one in early.evidence)
-        way = adapter.turns.give_way
+        way = adapter.turns.yield_lock
 
         def often(inside: bool = False) -> None:
             """A frame comes, in this thread, for its turn is held already."""
@@ -306,7 +310,7 @@ def test_a_memory_on_each_device_and_a_stretch_of_time(kv: str, monkeypatch: pyt
                 session.watch(frame, fps=FPS)
             way(inside)
 
-        monkeypatch.setattr(adapter.turns, "give_way", often)
+        monkeypatch.setattr(adapter.turns, "yield_lock", often)
         busy = session.ask(QUESTION, 12)
         monkeypatch.undo()
         assert session.frames > 14 and (busy.ids, busy.evidence) == (alone.ids, alone.evidence)

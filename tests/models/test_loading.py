@@ -128,7 +128,9 @@ def test_quantized_weights(folder: Path, how: str) -> None:
     _, kept = calls(model, folder)
     assert kept is not None and kept < 1
     family: Any = adapter_for(model)
-    assert not step.known(family.layers(model), "silu", family), "a step would read the weights as they lie"
+    assert not step.can_fuse(family.layers(model), "silu", family), (
+        "a step would read the weights as they lie"
+    )
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="a pipeline's processor needs torchvision")
@@ -228,7 +230,7 @@ def test_it_is_told_before_and_after_in_the_same_words(
 
 def test_an_outline_is_as_large_as_the_model(random_folder: Folder) -> None:
     for name in ("tiny-ov-draft", "tiny-qwen-draft"):
-        found, model = loading.outline(random_folder(name)), loading.load_model(random_folder(name))
+        found, model = loading.from_config(random_folder(name)), loading.load_model(random_folder(name))
         family = adapter_for(model)
         assert found.config_only and not list(found.model.parameters())
         assert found.geometry == family.geometry(model)
@@ -247,10 +249,10 @@ def test_what_fits_is_not_refused(random_folder: Folder, monkeypatch: pytest.Mon
 
 def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        loading.outline(tmp_path)
+        loading.from_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ModelError, match="model type 'bert' is not supported"):
-        loading.outline(tmp_path)
+        loading.from_config(tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "tree", "text_only", "parallel"])

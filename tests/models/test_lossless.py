@@ -23,7 +23,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter
 from mmaccel.models import loading, step
-from mmaccel.models.causal import reads
+from mmaccel.models.causal import is_causal_lm
 from mmaccel.models.family import Causal
 from mmaccel.models.generate import DraftTimes
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
@@ -185,7 +185,7 @@ def test_its_steps_are_those_that_are_captured(family, monkeypatch: pytest.Monke
     inputs, draft = prompt(name, PROMPTS["text"]), words_of(target)
     plain = target.generate(**inputs, max_new_tokens=12, do_sample=False)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    assert reads(draft) and Causal().runner(draft).steps is not None
+    assert is_causal_lm(draft) and Causal().runner(draft).steps is not None
     with mmaccel.accelerate(target, draft=TextOnly(model=draft, window=3)) as fast:
         assert torch.equal(target.generate(**inputs, max_new_tokens=12, do_sample=False), plain)
         told = fast.report().draft
@@ -245,7 +245,7 @@ def test_it_is_told_before_anything_is_loaded(
     random_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = random_folder("tiny-ov-draft")
-    vocab = loading.outline(folder).geometry.vocab
+    vocab = loading.from_config(folder).geometry.vocab
     for count in (vocab, vocab + 5000):
         words_of(vocab=count).save_pretrained(tmp_path / str(count))
     monkeypatch.setattr(

@@ -156,14 +156,14 @@ def test_the_model_s_weights_are_its_own(model: Any, fused: None, tmp_path: Path
 @torch.no_grad()
 def test_the_copies_go_with_the_recipe(model: Any, fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
-    weights = modules.Filled.weights
+    weights = modules.PaddedMLP.weights
 
     def noted(self: Any, hidden: Tensor) -> Any:
         found = weights(self, hidden)
         held.extend(weakref.ref(one) for one in found[:3])
         return found
 
-    monkeypatch.setattr(modules.Filled, "weights", noted)
+    monkeypatch.setattr(modules.PaddedMLP, "weights", noted)
     fast = mmaccel.accelerate(model, "dense")
     encoded(model)
     assert len(held) == 6 and all(one() is not None for one in held)

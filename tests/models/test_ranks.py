@@ -186,7 +186,7 @@ def answers(folder: str, films: str, sharded: bool) -> dict[str, Any]:
             found["batch"] = model.generate(**two, **FOUR), torch.zeros(1)
             assert any("own clocks" in note for note in fast.report().notes) == sharded
     if sharded:
-        assert (shard_count(model), len(shards.own(model, 4))) == (2, 2)
+        assert (shard_count(model), len(shards.local_heads(model, 4))) == (2, 2)
         found["refused"] = refusals(model)
     other, processor = load(films), mmaccel.load_processor(films)
     frames = torch.randint(0, 255, (12, 3, 56, 56), generator=torch.Generator().manual_seed(3)).byte()
@@ -366,11 +366,14 @@ def test_what_chooses_by_all_heads_or_by_the_clock_is_refused_in_a_sentence(ran:
     )
     assert told["mosaic"].startswith("kv 'mosaic': it chooses frames by the keys of all heads")
     declared = {
-        name for kind in BASES for name, cls in registry(kind).items() if getattr(cls, "unsharded", None)
+        name
+        for kind in BASES
+        for name, cls in registry(kind).items()
+        if getattr(cls, "no_tensor_parallel", None)
     }
     assert {*told, "attention"} == declared
 
 
 def test_a_pruner_that_reads_attention_says_that_it_is_unsharded() -> None:
     for name, cls in registry("prune").items():
-        assert ("attention" in cls.needs) == isinstance(cls.unsharded, str), name
+        assert ("attention" in cls.needs) == isinstance(cls.no_tensor_parallel, str), name

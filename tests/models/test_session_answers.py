@@ -19,7 +19,7 @@ from mmaccel.core.decoding import generate
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.policies.kv._retrieval import ArchivedMemory
-from mmaccel.policies.kv._window import Rows, attention
+from mmaccel.policies.kv._window import QuestionRows, attention
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
@@ -309,15 +309,15 @@ def test_before_the_first_unit_is_whole_there_is_nothing_to_tell(kv: str) -> Non
 def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before them may come all rows of a unit that is not complete, at each of many layers."""
     held: list[int] = []
-    plain = Rows.hold
+    plain = QuestionRows.hold
 
-    def noted(rows: Rows) -> None:
+    def noted(rows: QuestionRows) -> None:
         plain(rows)
         held.extend(
             row.query.untyped_storage().nbytes() // row.query[:, 0].nbytes for row in rows._rows.values()
         )
 
-    monkeypatch.setattr(Rows, "hold", noted)
+    monkeypatch.setattr(QuestionRows, "hold", noted)
     with open_session("random-qwen", WHOLE["rekv"], 7, fps=1.0) as session:
         session.ask(QUESTION, 1)
         ids, words = session._stream_adapter.tail(QUESTION)

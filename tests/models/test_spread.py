@@ -55,9 +55,9 @@ def test_layers_are_dealt_out_evenly() -> None:
 
 
 def test_runs_begin_and_end_at_home() -> None:
-    assert loading.runs([CPU, CPU], CPU) == [(CPU, [0, 1])]
-    assert loading.runs([CPU, OTHER, OTHER], CPU) == [(CPU, [0]), (OTHER, [1, 2]), (CPU, [])]
-    assert loading.runs([OTHER, CPU], CPU) == [(CPU, []), (OTHER, [0]), (CPU, [1])]
+    assert loading.device_runs([CPU, CPU], CPU) == [(CPU, [0, 1])]
+    assert loading.device_runs([CPU, OTHER, OTHER], CPU) == [(CPU, [0]), (OTHER, [1, 2]), (CPU, [])]
+    assert loading.device_runs([OTHER, CPU], CPU) == [(CPU, []), (OTHER, [0]), (CPU, [1])]
 
 
 def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
@@ -93,7 +93,7 @@ def in_runs(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
         ends = [*first[1:], len(places)]
         return [(home, list(range(a, b))) for a, b in zip(first, ends, strict=True)]
 
-    monkeypatch.setattr(loading, "runs", runs)
+    monkeypatch.setattr(loading, "device_runs", runs)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_hooks_of_ours_do_not_keep_steps_from_being_captured(
     _, model = family
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     loading.spread_layers(model, [CPU, OTHER])
-    assert decode.admits(model, adapter_for(model), DynamicCache())
+    assert decode.can_capture(model, adapter_for(model), DynamicCache())
     adapter_for(model).layers(model)[1].register_forward_pre_hook(lambda *_: None)
-    assert not decode.admits(model, adapter_for(model), DynamicCache())
+    assert not decode.can_capture(model, adapter_for(model), DynamicCache())
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from mmaccel.models import stock, taking
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import Budget
 from mmaccel.models.shipped import WORLD
-from mmaccel.models.taking import budget_of, most_frames, take
+from mmaccel.models.taking import budget_of, most_frames, sample
 from tests.media.films import write_film
 from tests.models.streams import QUESTION, asked_of_film, film, pair
 from tests.models.test_processor import FAMILIES, noise, same, write_model
@@ -84,7 +84,7 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
     video, fps = utils.fetch_video({"type": "video", "video": str(path)}, return_video_sample_fps=True)
     processor = mmaccel.load_processor(shipped_qwen(tmp_path / "model"))
     wanted = processor("<|video_pad|>", videos=video.to(torch.uint8), fps=fps)
-    taken = take(processor, path)
+    taken = sample(processor, path)
     assert torch.equal(taken.frames, video.to(torch.uint8)) and taken.fps == pytest.approx(fps)
     for one in (processor, Processor.from_pretrained(tmp_path / "model")):
         got = one("<|video_pad|>", videos=path)
@@ -98,7 +98,7 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
 
 
 def test_of_a_long_video_pixels_are_shared_out() -> None:
-    budget = Processor.from_pretrained(mmaccel.models.shipped.path("tiny-qwen")).style.budget
+    budget = Processor.from_pretrained(mmaccel.models.shipped.model_folder("tiny-qwen")).style.budget
     assert budget.count(100_000, 25.0) == 768 and budget.count(1, 30.0) == 1
     rows, columns = budget.size(768, 1080, 1920)
     assert 0.9 * 128000 * 28 * 28 / 768 * 2 >= rows * columns > 0.7 * 0.9 * 128000 * 28 * 28 / 768 * 2
@@ -109,8 +109,8 @@ def test_llava_onevision_takes_32_frames_of_any_length(tmp_path: Path) -> None:
         tmp_path / "model", "llava_onevision", **{"video_preprocessor_config.json": {"fps": None}}
     )
     processor = mmaccel.load_processor(folder)
-    assert len(take(processor, write_film(tmp_path / "long.mp4", 100))) == 32
-    assert len(take(processor, write_film(tmp_path / "short.mp4", 20))) == 20
+    assert len(sample(processor, write_film(tmp_path / "long.mp4", 100))) == 32
+    assert len(sample(processor, write_film(tmp_path / "short.mp4", 20))) == 20
     inputs = processor("<video>", videos=tmp_path / "long.mp4")
     assert inputs["pixel_values_videos"].shape[1] == 32
 
@@ -122,16 +122,16 @@ def test_a_folder_and_a_caller_say_otherwise(tmp_path: Path) -> None:
     )
     processor = mmaccel.load_processor(folder)
     assert budget_of(processor) == Budget(fps=5.0, most=4096)
-    assert len(take(processor, path)) == 30
-    assert len(take(processor, path, max_frames=7)) == 7
-    assert len(take(processor, path, fps=1)) == 6 and len(take(processor, path, frames=9)) == 9
+    assert len(sample(processor, path)) == 30
+    assert len(sample(processor, path, max_frames=7)) == 7
+    assert len(sample(processor, path, fps=1)) == 6 and len(sample(processor, path, frames=9)) == 9
     settings = {"fps": None, "num_frames": 8}
     other = write_model(tmp_path / "other", "llava_onevision", **{"video_preprocessor_config.json": settings})
     for one in (mmaccel.load_processor(other), Processor.from_pretrained(other)):
-        assert len(take(one, path)) == 8
+        assert len(sample(one, path)) == 8
     # No frame twice of a source that is slower.
     slow = plain_film(tmp_path / "slow.mp4", 9, 1, 96, 128)
-    assert len(take(processor, slow)) == 9
+    assert len(sample(processor, slow)) == 9
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])

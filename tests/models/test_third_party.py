@@ -211,11 +211,11 @@ def test_its_streams_answer_the_same(theirs: tuple[Any, Processor], kv: str) -> 
 
 def test_its_facts_are_those_of_its_class(theirs: tuple[Any, Processor], tmp_path: Any) -> None:
     from mmaccel.models.modules import is_norm
-    from mmaccel.models.step import known
+    from mmaccel.models.step import can_fuse
 
     model, processor = theirs
     layers, family = list(model.model.language_model.layers), TheirFamily()
-    assert known(layers, "silu", family) and not known(layers, "silu", LlavaOnevision())
+    assert can_fuse(layers, "silu", family) and not can_fuse(layers, "silu", LlavaOnevision())
     norm = layers[0].input_layernorm
     assert is_norm(norm, family) and not is_norm(norm, LlavaOnevision())
     processor.save_pretrained(tmp_path)

@@ -13,9 +13,9 @@ import torch
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.batch import Batch, Seat
+from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.models import step
-from mmaccel.models.together import StepsTogether, sharing, why_not
+from mmaccel.models.together import StepsTogether, share_weights, why_not
 from tests.backends.test_triton import run
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
@@ -37,7 +37,7 @@ def opened(stack, model, kinds, name):
     ours, theirs = [], []
     for number, kind in enumerate(kinds):
         inputs = prompt(name, PROMPTS[kind], number)
-        fast = stack.enter_context(mmaccel.accelerate(sharing(model)))
+        fast = stack.enter_context(mmaccel.accelerate(share_weights(model)))
         for some, runner in ((ours, fast.view.runner()), (theirs, adapter_for(model).runner(model))):
             some.append((runner, runner.prefill(inputs)))
     return ours, theirs
@@ -114,8 +114,8 @@ def answers(model, name, batch, calls, at_once=True):
     def call(number):
         kind, how = calls[number]
         try:
-            with mmaccel.accelerate(sharing(model)) as fast:
-                fast.seat = Seat(batch, torch.Generator().manual_seed(number), begun.release)
+            with mmaccel.accelerate(share_weights(model)) as fast:
+                fast.seat = BatchSlot(batch, torch.Generator().manual_seed(number), begun.release)
                 begun.acquire()
                 out = fast.generate(
                     **prompt(name, PROMPTS[kind], number), max_new_tokens=9 + 3 * number, **how
@@ -163,8 +163,8 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
     batch, failed = Batch(), []
 
     def fails(kind, number, **how):
-        with mmaccel.accelerate(sharing(model)) as fast:
-            fast.seat = Seat(batch)
+        with mmaccel.accelerate(share_weights(model)) as fast:
+            fast.seat = BatchSlot(batch)
             if not how:
                 opened = fast.open_state
 
@@ -209,7 +209,7 @@ def test_what_cannot_share_a_step_is_decoded_alone_and_says_why(choice, why):
     inputs = prompt("llava", PROMPTS["video"])
     with mmaccel.accelerate(model, **choice) as fast:
         want = fast.generate(**inputs, max_new_tokens=8, do_sample=False)
-        fast.seat = Seat(Batch(lambda count: pytest.fail("it shared a step")))
+        fast.seat = BatchSlot(Batch(lambda count: pytest.fail("it shared a step")))
         assert torch.equal(fast.generate(**inputs, max_new_tokens=8, do_sample=False), want)
         assert why in fast.seat.alone
 
@@ -225,7 +225,7 @@ def test_by_kernels_that_read_where_memories_lie():
 
 def test_layers_of_another_kind_are_decoded_alone(family):
     name, model = family
-    with mmaccel.accelerate(sharing(model)) as fast:
+    with mmaccel.accelerate(share_weights(model)) as fast:
         runner = fast.view.runner()
         runner.prefill(prompt(name, PROMPTS["text"]))
         assert why_not(fast.model, adapter_for(model), runner.cache) is None

@@ -125,7 +125,7 @@ def test_a_shard_of_heads_is_taken_as_it_is(family: str, recipe: dict[str, Any])
     with mmaccel.accelerate(half, **recipe) as fast:
         got = half.generate(**inputs, **TOLD)
         shape = fast.view.geometry
-    assert (shape.heads, shape.kv_heads) == (2, 1) and fast.adapter.whole_geometry(half).heads == 4
+    assert (shape.heads, shape.kv_heads) == (2, 1) and fast.adapter.global_geometry(half).heads == 4
     other = named(half)
     with mmaccel.accelerate(other, **recipe) as fast:
         assert torch.equal(other.generate(**inputs, **TOLD), got)

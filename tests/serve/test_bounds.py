@@ -20,7 +20,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.media.video import write_jpeg
 from mmaccel.serve import copies, sources
 from mmaccel.serve import engine as engines
-from mmaccel.serve.kept import KeptVideos
+from mmaccel.serve.kept import VideoCache
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Settings
 from tests.serve.conftest import (
@@ -147,7 +147,7 @@ def test_shrinking_leaves_what_was_made_meanwhile() -> None:
     """While one is closed, another is made under its key."""
 
     async def work() -> None:
-        videos = KeptVideos(Limits(kept=0), Metrics())
+        videos = VideoCache(Limits(kept=0), Metrics())
 
         class One:
             users, closed = 0, False

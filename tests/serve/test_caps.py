@@ -18,7 +18,7 @@ import pytest
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve import sources
 from mmaccel.serve.admission import Admission
-from mmaccel.serve.kept import Pictures
+from mmaccel.serve.kept import Thumbnails
 from mmaccel.serve.settings import Limits, Refused, Settings
 from tests.media.films import answering, write_film
 from tests.serve.conftest import SESSIONS, SMALL, Served, jpegs, opened, running, text, video
@@ -76,7 +76,7 @@ def test_headers_that_are_no_addresses(served: Served, keyed: Served, headers: d
 def test_the_newest_picture_is_there_once_it_is_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    pictures, seen = Pictures(4), list[bytes | None]()
+    pictures, seen = Thumbnails(4), list[bytes | None]()
 
     def writing(frame: Any, side: int) -> bytes:
         seen.append(pictures.at(100))  # as another thread does meanwhile

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.models.together import sharing
+from mmaccel.models.together import share_weights
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import Turns
 from tests.media.films import write_film
@@ -184,7 +184,7 @@ def unending(served: Served) -> Iterator[Served]:
 
 
 def without_end() -> Any:
-    model = sharing(loaded()[0])
+    model = share_weights(loaded()[0])
     model.generation_config.eos_token_id = 10**6  # no token
     return model
 

@@ -20,15 +20,15 @@ from torch.nn.functional import pad
 from mmaccel.backends.flash.tiles import (
     Span,
     Tiles,
-    finer,
+    compact_tiles,
     key_bounds,
     key_runs,
-    lengthened,
-    near_alone,
+    padded,
     position_runs,
-    rooms,
     side_by_side,
+    split,
     tiled,
+    window_bounds,
 )
 from mmaccel.backends.ops.block_attend import (
     BlockLists,
@@ -54,7 +54,7 @@ class Setup(NamedTuple):
     """What is known on the host about a call of this backend.
 
     Key spans are concatenated, each starting at a tile boundary, or all read the first `own` keys in place (None: gathered).
-    `in_place`: queries are read in place; bounds, seen: results of `near_alone`; sizes: queries and keys, with padding.
+    `in_place`: queries are read in place; bounds, seen: results of `window_bounds`; sizes: queries and keys, with padding.
     """
 
     spans: list[Span]
@@ -86,7 +86,7 @@ class Setup(NamedTuple):
         bounds = None if own is None else key_bounds(part)
         seen = None
         if bounds is not None:
-            bounds, seen = near_alone(bounds, queries, tiles)
+            bounds, seen = window_bounds(bounds, queries, tiles)
         return cls(spans, tiles, own, in_place, bounds, seen, (queries, begin if own is None else own))
 
     @property
@@ -125,7 +125,7 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
         setup = Setup.of(part, n, block_q, block_k, rows)
         found = setup.tests((block_q, block_k))
         if setup.small:
-            found += [t for heads in turns(setup.lists, H, group) for t in setup.tables(heads)]
+            found += [t for heads in head_slices(setup.lists, H, group) for t in setup.tables(heads)]
         return found
 
     check_table(part, len(query), block_q, block_k)
@@ -141,7 +141,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value, part, block_q, block_k, scale, rows, prepared = call
     B, H, n, _ = query.shape
     q_row = part.q_row
-    refuse(query, value, part, block_q, block_k)
+    check_call(query, value, part, block_q, block_k)
     if min(query.numel(), key.numel(), q_row.numel()) == 0:
         out, lse = empty_output(query, value, q_row.shape[-1], rows)
         return out.zero_(), lse.fill_(-torch.inf)
@@ -153,9 +153,9 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
 
     setup = Setup.of(part, n, block_q, block_k, rows)
     tiles, group = setup.tiles, H // key.shape[1]
-    q = query.transpose(1, 2) if setup.in_place else gathered(query, lengthened(q_row, tiles.queries, -1), H)
+    q = query.transpose(1, 2) if setup.in_place else gathered(query, padded(q_row, tiles.queries, -1), H)
     if setup.own is None:
-        k_rows = side_by_side([lengthened(span.k_row, tiles.keys, -1) for span in part.spans])
+        k_rows = side_by_side([padded(span.k_row, tiles.keys, -1) for span in part.spans])
         k, v = (gathered(t, k_rows, H) for t in (key, value))
         group = H // k.shape[2]
     else:
@@ -163,9 +163,9 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     count = 0 if setup.bounds is not None else len(part.spans) + (not setup.by_key)
     tests, tables = prepared[:count], prepared[count:]
     outs, sums = [], []
-    for i, heads in enumerate(turns(setup.lists, H, H // key.shape[1])):
+    for i, heads in enumerate(head_slices(setup.lists, H, H // key.shape[1])):
         tensors = tables[4 * i : 4 * i + 4] if tables else setup.tables(heads)
-        mine = [over(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
+        mine = [expand(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
         out, lse = launch(*some, tensors, tiles, mine, setup.by_key, scale, setup.bounds)
@@ -183,7 +183,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     return out.masked_fill(blind[..., None], 0.0).contiguous(), lse.masked_fill(blind, -torch.inf)
 
 
-def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int) -> None:
+def check_call(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int) -> None:
     """Raise `RecipeError` if this backend does not support the call."""
     size = query.shape[-1]
     plain = all(span.lists.index is None for span in part.spans)
@@ -220,7 +220,7 @@ def gathered(x: Tensor, row: Tensor, heads: int) -> Tensor:
     return x.transpose(1, 2)[batch, row.clamp(min=0).transpose(1, 2).long(), source]
 
 
-def turns(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
+def head_slices(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
     """Slices of heads whose block-sparse tensors are built together: all heads if they share lists, else as many as fit in
     memory, in multiples or divisors of the `group` that shares a key/value head."""
     step = heads
@@ -243,8 +243,8 @@ def block_tensors(
 ) -> tuple[Tensor, ...]:
     """Block-sparse tensors of flash-attn for `n_query` queries and `n_key` keys: count [b, h, M] and index [b, h, M, N] of
     masked tiles, then of unmasked tiles, int32. Spans are concatenated, or `together` over the same keys. `seen`: see
-    `near_alone`."""
-    pairs: list[Sequence[Tensor]] = [tiled(finer(one.table(), *tiles.cut), *tiles.joined) for one in lists]
+    `window_bounds`."""
+    pairs: list[Sequence[Tensor]] = [tiled(split(one.table(), *tiles.cut), *tiles.joined) for one in lists]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
     if together:
         # Each cut, or lengthened with False, to the same columns.
@@ -257,10 +257,10 @@ def block_tensors(
         first = torch.arange(rows, device=full.device)[:, None] * tiles.queries
         past = (torch.arange(columns, device=full.device) + 1) * tiles.keys
         full = full | (listed & (past <= seen[0]) & (past <= first + seen[1]))
-    return *rooms(listed & ~full), *rooms(full)
+    return *compact_tiles(listed & ~full), *compact_tiles(full)
 
 
-def over(t: Tensor, batch: int, heads: int) -> Tensor:
+def expand(t: Tensor, batch: int, heads: int) -> Tensor:
     """Expand t [b, h, ...] to all sequences and heads with stride 0 where shared, so that kernels see the same strides."""
     lead = tuple(0 if t.shape[i] == 1 else t.stride(i) for i in (0, 1))
     return t.as_strided((batch, heads, *t.shape[2:]), (*lead, *t.stride()[2:]), t.storage_offset())

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops.block_attend import FULL, KeySpan, Part
-from mmaccel.backends.ops.block_lists import packed
+from mmaccel.backends.ops.block_lists import compacted
 
 TILE = 128
 
@@ -50,7 +50,7 @@ class Span(NamedTuple):
         return self.of.ordered if self.of.ranks else None
 
 
-def lengthened(t: Tensor, tile: int, value: int) -> Tensor:
+def padded(t: Tensor, tile: int, value: int) -> Tensor:
     """Pad t [..., n] with `value` to whole tiles."""
     short = -t.shape[-1] % tile
     return pad(t, (0, short), value=value) if short else t
@@ -81,7 +81,7 @@ def key_bounds(part: Part) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def near_alone(
+def window_bounds(
     bounds: tuple[int, ...], n_query: int, tiles: Tiles
 ) -> tuple[tuple[int, ...], tuple[int, int] | None]:
     """Reduce the bounds of a sliding-window span plus an attention-sink span to one mask.
@@ -122,7 +122,7 @@ def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) 
     places, found = [], []
     for span in spans:
         place = torch.where(span.of.k_row >= 0, span.of.k_pos.to(dtype), never)
-        places.append(lengthened(place, tiles.keys, never))
+        places.append(padded(place, tiles.keys, never))
         listed = _listed(span.of, blocks)
         if listed is None:
             none = torch.zeros_like(span.of.q_pos[:1, :1], dtype=torch.long)
@@ -156,7 +156,7 @@ def _runs(ends: tuple[Tensor, Tensor], tiles: Tiles, dtype: torch.dtype) -> Tens
     """[b, h, 2, P] of `dtype`: where each run begins, and its length, 0 where it ends before; whole tiles of queries."""
     first, past = ends
     both = torch.stack([first, (past - first).clamp(min=0)], 2).to(dtype)
-    return lengthened(both, tiles.queries, 0)
+    return padded(both, tiles.queries, 0)
 
 
 def tiled(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ def tiled(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     return some, full.view(shape).all(-1).all(3)
 
 
-def finer(kinds: Tensor, queries: int, keys: int) -> Tensor:
+def split(kinds: Tensor, queries: int, keys: int) -> Tensor:
     """Split each block of the table `kinds` into `queries` x `keys` blocks of the same kind."""
     if queries == keys == 1:
         return kinds
@@ -188,11 +188,11 @@ def finer(kinds: Tensor, queries: int, keys: int) -> Tensor:
     return whole.reshape(b, h, m * queries, n * keys)
 
 
-def rooms(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def compact_tiles(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Compact each row of the mask `chosen` [b, h, M, N]: count [b, h, M] and the indices of True entries [b, h, M, N],
     int32, padded with 0."""
     number = torch.arange(chosen.shape[-1], device=chosen.device)
-    index, upto = packed(chosen, number)
+    index, upto = compacted(chosen, number)
     # Of one row, or one column, both are views with the strides of what is longer.
     dense = torch.contiguous_format
     return upto[..., -1].to(torch.int32, memory_format=dense), index.contiguous().view(chosen.shape)

@@ -71,7 +71,7 @@ def _few(first: Tensor, *rest: object) -> bool:
 
 
 @operator("stream", serves=_few)
-def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
+def score(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     """Dot product, or cosine similarity if `cosine`, of keys [R, C, d] and queries [R, d]: [R, C] float32."""
     key = key.float()
     score = torch.bmm(key, query[:, :, None])[:, :, 0]
@@ -102,7 +102,7 @@ def scored_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Te
 
 
 @operator("stream", serves=_few)
-def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
+def beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     """Which visual clusters are beyond the budget, [R, V] bool: better-scored ones already hold `limit` entries. False for
     the best `fewest` clusters. score [R, V], size [V]; empty clusters rank last."""
     order = score.masked_fill(size == 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices
@@ -127,7 +127,7 @@ def scores_and_preceding(
 
 
 @operator("stream", serves=_few)
-def selected(
+def select(
     before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
 ) -> tuple[Tensor, Tensor | None]:
     """The entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to prefetch for the second, or None.
@@ -137,14 +137,14 @@ def selected(
     [R, C]: see `scores_and_preceding`.
     """
     width = budget + lists.largest - 1
-    found = lined_up(before, lists, max(width, ahead))
+    found = entries_in_order(before, lists, max(width, ahead))
     # What comes after the last entry is none, and is looked up as the first one.
     entries = found[0, :width].clamp_min(0)
     cluster = lists.owner[0][entries].clamp(max=before.shape[1] - 1)
     begin, end = before[0][cluster], (before[0] + lists.size[0])[cluster]
     apart = (end <= budget).long() - (begin >= budget).long()
     apart = apart.masked_fill(found[0, :width] < 0, -1)
-    scores = scored(own.read(entries)[None], own.query[None], own.cosine)[0]
+    scores = score(own.read(entries)[None], own.query[None], own.cosine)[0]
     best = scores.add(apart, alpha=APART).sort(descending=True, stable=True).indices[:budget]
     chosen = entries[best].sort().values
     if late is not None:
@@ -153,7 +153,7 @@ def selected(
 
 
 @operator("stream", serves=_few)
-def stand_ins(
+def summary_tokens(
     score: Tensor,
     picked: Tensor,
     size: Tensor,
@@ -165,14 +165,14 @@ def stand_ins(
     tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Write summary tokens to `out` [2, G, m, D]: mean keys and values (rows [C, G * D] each) of the first m clusters in the
-    order of `stand_in_order`. size [C] counts entries; picked [C] bool: the cluster was retrieved.
+    order of `summary_order`. size [C] counts entries; picked [C] bool: the cluster was retrieved.
 
     Returns their times [m] from `time` [C], and score biases [head + m] float32: 0 for the `head` columns before; for each
     token 0, or with `tokens` (tokens per entry) ``log(size * tokens)``, about -69 if picked or empty; -inf from token `left`
     on.
     """
     count = out.shape[2]
-    ids = stand_in_order(score, picked, size)[:count]
+    ids = summary_order(score, picked, size)[:count]
     for side, one in zip(out, rows, strict=True):
         side.copy_(one.index_select(0, ids).view(count, *side.shape[::2]).transpose(0, 1))
     added = torch.zeros(count, device=score.device)
@@ -184,7 +184,7 @@ def stand_ins(
     return time[ids], pad(added, (head, 0))
 
 
-def stand_in_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
+def summary_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
     """Cluster order [C] long for summary tokens: by falling score, then `picked` ones, then empty ones. Plain PyTorch."""
     # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
     lowest = torch.finfo(torch.float32).min / 2
@@ -199,7 +199,7 @@ def preceding(score: Tensor, size: Tensor) -> Tensor:
     return torch.empty_like(held).scatter_(1, order, held.cumsum(1) - held)
 
 
-def lined_up(before: Tensor, lists: Lists, width: int) -> Tensor:
+def entries_in_order(before: Tensor, lists: Lists, width: int) -> Tensor:
     """Entries in cluster order, [R, width], padded with -1; `before` [R, C] entries precede each cluster. Plain PyTorch."""
     line = before.gather(1, lists.owner.clamp(max=before.shape[1] - 1)) + lists.within
     line = line.masked_fill(lists.owner >= before.shape[1], width).clamp(max=width)
@@ -222,7 +222,7 @@ def by_word(rows: Tensor, groups: int) -> Tensor:
 
 
 @operator("stream", serves=runs_triton_in_float32)
-def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
+def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
     """Mean query [G * D] float32 of the words (`count`; None: all) in rows [H, n, D], summed over the heads of a group."""
     return mean(rows, count).view(groups, -1, rows.shape[2]).sum(1).flatten()
 
@@ -240,7 +240,7 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
 
 
 @operator("stream")
-def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
+def host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
     """Host slots [n] of `entries` [n] to prefetch (-1: none; distinct otherwise), -1 if not on the host. Updates `table`
     [m]: the code of entry i, a host slot if below `slots` [1], becomes ``begin + i``, where the entry will be. All long; the
     table's last element is scratch."""
@@ -251,7 +251,7 @@ def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Te
     return torch.where(host, found, -1)
 
 
-def grain_of(slab: Sequence[Tensor]) -> int:
+def alignment_of(slab: Sequence[Tensor]) -> int:
     """A number of bytes that divides the addresses of all slabs (their alignment)."""
     return math.gcd(*(one.data_ptr() for one in slab))
 
@@ -265,7 +265,7 @@ def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor
     slab   host tensors [slots, 2, G, P, D], pinned if `out` is on CUDA
     base   [slabs] long, on the device: byte offset of each slab from the first
     slot   [n] long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``; -1 writes zeros
-    grain  the alignment `grain_of` the slabs, 0 if unknown (it is slow to compute for a hundred slabs)
+    grain  the alignment `alignment_of` the slabs, 0 if unknown (it is slow to compute for a hundred slabs)
 
     The plain PyTorch form reads the slots on the host.
     """

@@ -20,14 +20,14 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import ABSENT, FULL
-from mmaccel.backends.ops.block_lists import packed
+from mmaccel.backends.ops.block_lists import compacted
 from mmaccel.backends.ops.operator import P, R, operator
 
 MOST_QUERIES = 128
 """Queries that a program holds."""
 
 
-def reduces(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
+def has_kernel(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
     """Whether `row_totals`, `line_sums` and `class_phases` have a kernel for `queries` queries of head size `size`."""
     known = dtype in (torch.float16, torch.bfloat16, torch.float32)
     return known and 0 < queries <= MOST_QUERIES and size <= 256 and operators.usable(device) is None
@@ -182,7 +182,7 @@ def slash_runs(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Ten
     lead = (sequence[:, None] * H + torch.arange(H, device=kept.device))[..., None] * (N + 1)
     flat = before.flatten()
     steps = flat[lead + past[:, None]] > flat[lead + least[:, None]]
-    index, upto = packed(steps, -t)
+    index, upto = compacted(steps, -t)
     of_shape = upto[member.long()]  # [B, M, H, width + 1]
     first, last, head = (
         of_shape.gather(3, t.long()[:, :, None, None].expand(-1, -1, H, -1))[..., 0] for t in reach
@@ -218,7 +218,7 @@ def _jumping(
         high = (most + 1 - begin).clamp(0, N)[:, None].expand(-1, H, -1, -1).flatten(2)
         found = (before.gather(2, high) > before.gather(2, low)).view_as(touched)
         touched |= found & ((most >= 0) & (begin <= most))[:, None]
-    index, upto = packed(touched, torch.arange(blocks, device=before.device))
+    index, upto = compacted(touched, torch.arange(blocks, device=before.device))
     first = base + torch.arange(B * H * G, device=before.device).view(B, H, G) * blocks
     sure = sure.long().clamp(max=blocks)[:, None, :, None].expand(-1, H, -1, -1)
     none = torch.zeros_like(first)

@@ -202,7 +202,7 @@ def runs_triton_in_float32(first: Tensor, *rest: Any) -> bool:
     return first.dtype != torch.float64 and runs_triton(first)
 
 
-def traced() -> bool:
+def is_traced() -> bool:
     """Whether a call must go through torch.library: under torch.compile, a dispatch mode (such as fake tensors), or enabled
     gradients, which torch.library rejects for these operators."""
     return (
@@ -218,7 +218,7 @@ def imported(module: str, name: str) -> Callable[..., Any]:
 class Operator(Generic[P, R]):
     """A tensor function with a plain PyTorch form and a Triton kernel, and, with a fake, a torch.library operator.
 
-    A `traced` call uses the operator ``mmaccel::<name>``. Any other goes directly to the kernel or the plain form, since
+    A `is_traced` call uses the operator ``mmaccel::<name>``. Any other goes directly to the kernel or the plain form, since
     torch.library costs 40 us of host time.
     """
 
@@ -247,7 +247,7 @@ class Operator(Generic[P, R]):
             self.op.register_fake(_of_some(fake, inspect.signature(plain)))
 
     def __call__(self, *args: P.args, **named: P.kwargs) -> R:
-        if self.op is not None and traced():
+        if self.op is not None and is_traced():
             result: R = self.op(*args, **named)
             return result
         return self.direct(*args, **named)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mmaccel.backends.ops.clusters import grain_of
+from mmaccel.backends.ops.clusters import alignment_of
 
 CLUSTERS = 8  # clusters of a program
 OTHERS = 512  # clusters that they are compared with at a time
@@ -104,7 +104,7 @@ def singled_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["V", "limit", "fewest"])
 def outside_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
-    """Kernel of `outside`, for BLOCK visual clusters of a layer."""
+    """Kernel of `beyond_budget`, for BLOCK visual clusters of a layer."""
     row = tl.program_id(1).to(tl.int64) * V
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score = _visual(SCORE + row, SIZE, at, V)[0]
@@ -165,7 +165,7 @@ def selected_kernel(
     D: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `selected`, a program a layer: the first writes OUT, the second AHEAD. SCORE, KEEP: scratch memory."""
+    """Kernel of `select`, a program a layer: the first writes OUT, the second AHEAD. SCORE, KEEP: scratch memory."""
     row = tl.program_id(0)
     if row == 0:
         last = _last(BEFORE, SIZE, C, budget, OTHERS)
@@ -251,7 +251,7 @@ def stand_ins_kernel(
     D: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, HIDES: tl.constexpr, BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `stand_ins`: rank BLOCK clusters, and copy each one's mean key and value to its rank."""
+    """Kernel of `summary_tokens`: rank BLOCK clusters, and copy each one's mean key and value to its rank."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score, size, picked = _standing(SCORE, PICKED, SIZE, at, C)
     place = tl.zeros([BLOCK], tl.int32)
@@ -307,7 +307,7 @@ def folded_kernel(
     X, COUNT, OUT, n, row_h, row_n, D,
     HEADS: tl.constexpr, TOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `folded`, for some columns of one group of HEADS heads."""
+    """Kernel of `mean_query`, for some columns of one group of HEADS heads."""
     group = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     count = n
@@ -342,7 +342,7 @@ def moved_kernel(
 
 @triton.jit(do_not_specialize=["n", "last"])
 def foretold_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
-    """Kernel of `foretold`, for some entries. Programs share no table slot but the last, which is not written."""
+    """Kernel of `host_slots`, for some entries. Programs share no table slot but the last, which is not written."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(ENTRY + at, mask=at < n, other=-1)
     place = tl.where(entry < 0, last, entry)
@@ -381,8 +381,8 @@ def gather_kernel(
         tl.store(out + target + at, words, mask=inside)
 
 
-def scored(key, query, cosine):
-    """Launch `ops.clusters.scored`: dot product (or cosine) of keys [R, C, d] and queries [R, d], [R, C] float32."""
+def score(key, query, cosine):
+    """Launch `ops.clusters.score`: dot product (or cosine) of keys [R, C, d] and queries [R, d], [R, C] float32."""
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
@@ -408,8 +408,8 @@ def scored_by_words(key, words, size, cosine):
     return out
 
 
-def outside(score, size, limit, fewest):
-    """Launch `ops.clusters.outside`: which visual clusters are beyond a budget of `limit` entries, [R, V]."""
+def beyond_budget(score, size, limit, fewest):
+    """Launch `ops.clusters.beyond_budget`: which visual clusters are beyond a budget of `limit` entries, [R, V]."""
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
@@ -433,8 +433,8 @@ def scores_and_preceding(score, size, parent, without):
     return out, before
 
 
-def selected(before, lists, budget, ahead, own, late):
-    """Launch `ops.clusters.selected`: the retrieved entries, ascending, and those to prefetch for the next layer."""
+def select(before, lists, budget, ahead, own, late):
+    """Launch `ops.clusters.select`: the retrieved entries, ascending, and those to prefetch for the next layer."""
     R, C = before.shape
     device, D, more = before.device, own.keys.shape[2], 0 if late is None else late.entries
     out = torch.empty(budget + more, dtype=torch.long, device=device)
@@ -454,8 +454,8 @@ def selected(before, lists, budget, ahead, own, late):
     return out, coming
 
 
-def stand_ins(score, picked, size, rows, time, out, head, left, tokens):
-    """Launch `ops.clusters.stand_ins`: summary tokens of the best clusters, their times and biases."""
+def summary_tokens(score, picked, size, rows, time, out, head, left, tokens):
+    """Launch `ops.clusters.summary_tokens`: summary tokens of the best clusters, their times and biases."""
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
@@ -468,8 +468,8 @@ def stand_ins(score, picked, size, rows, time, out, head, left, tokens):
     return times, added
 
 
-def folded(rows, count, groups):
-    """Launch `ops.clusters.folded`: mean query [G * D] over the words of rows [H, n, D], summed over a group's heads."""
+def mean_query(rows, count, groups):
+    """Launch `ops.clusters.mean_query`: mean query [G * D] over the words of rows [H, n, D], summed over a group's heads."""
     H, n, D = rows.shape
     out = torch.empty(groups * D, device=rows.device)
     folded_kernel[(groups, triton.cdiv(D, COLUMNS))](
@@ -490,8 +490,8 @@ def moved(words, count, known, before, seen):
     return out
 
 
-def foretold(table, entries, slots, begin):
-    """Launch `ops.clusters.foretold`: host slots [n] of `entries`, -1 for none; updates `table`."""
+def host_slots(table, entries, slots, begin):
+    """Launch `ops.clusters.host_slots`: host slots [n] of `entries`, -1 for none; updates `table`."""
     out = torch.empty_like(entries)
     if len(entries):
         foretold_kernel[(triton.cdiv(len(entries), FORETOLD),)](
@@ -511,7 +511,7 @@ def gather_units(out, slab, base, slot, grain=0, *, programs=PROGRAMS, words=UND
     side, group = (out.stride(i) * out.element_size() for i in (0, 1))
     each = out.stride(2) * out.element_size() if out.dim() == 5 else run
     # A slab that begins anywhere else than the first is told to the kernel in bytes from there, and read by the same words.
-    aligned = (run, side, group, each, out.data_ptr(), grain or grain_of(slab))
+    aligned = (run, side, group, each, out.data_ptr(), grain or alignment_of(slab))
     word = next(w for w in WORD_TYPES if not any(b % w for b in aligned))
     block = min(words, triton.next_power_of_2(run // word))
     items = n * 2 * groups * triton.cdiv(run // word, block)

@@ -19,7 +19,7 @@ from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.adapter import Runner
 from mmaccel.core.decoding.draft import DraftStep, sent
 from mmaccel.core.decoding.generate import Offer, Speculation
-from mmaccel.core.decoding.load import Load
+from mmaccel.core.decoding.load import DraftLength
 from mmaccel.core.prefill.attention import ForwardPass
 
 Wanted = tuple[Speculation, Runner, Tensor, Any]
@@ -34,8 +34,8 @@ class Batch:
     as alone. They may join and leave between rounds.
 
     Threads add sequences and wait; one of the threads runs the rounds for all. In a round drafts propose, as many tokens as
-    pays at this load (`Load`), then targets verify. Targets that share a `Runner.together` run each step as one, and so do
-    drafts. A runner without one, and rows of a token tree, run steps of their own.
+    pays at this load (`DraftLength`), then targets verify. Targets that share a `Runner.together` run each step as one, and
+    so do drafts. A runner without one, and rows of a token tree, run steps of their own.
 
     told     called with the number of sequences in each step of targets that several may share
     holding  returns a context manager that is held during a round
@@ -46,7 +46,7 @@ class Batch:
         told: Callable[[int], object] = lambda count: None,
         holding: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._told, self._holding, self.load = told, holding, Load()
+        self._told, self._holding, self.load = told, holding, DraftLength()
         self._of: Callable[[Any, Sequence[Any]], Any] = lambda runner, known: None
         self._known, self._seen, self._warm = list[Any](), WeakSet[Any](), True
         self._live: list[Speculation] = []
@@ -258,7 +258,7 @@ def _alone(runner: Any, ids: Tensor) -> Tensor | Exception:
 
 
 @dataclass(eq=False)
-class Seat:
+class BatchSlot:
     """The place of one call of `generate` in a `Batch`.
 
     generator  the call's random generator for sampling

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from mmaccel.core.adapter import Branches, Columns, ModelView, Runner
 from mmaccel.core.decoding.replay import Compiled
-from mmaccel.core.decoding.watching import DraftStream, Watching
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError
 from mmaccel.core.prefill.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
@@ -236,7 +236,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     @abstractmethod
     def open(self, target: ModelView) -> DraftState: ...
 
-    def watch(self, target: ModelView, session: Watching) -> DraftStream:
+    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         """Open a stream for the frames of `session`; called once per session if "video" is in `needs`."""
         raise DraftError(f"{self.name}: it opens no stream of its own; leave 'video' out of needs.")
 

@@ -32,7 +32,7 @@ MAX_NEW_TOKENS = 128
 
 def speculate(
     target: Runner,
-    draft: DraftState | CarefulDraft | None,
+    draft: DraftState | GuardedDraft | None,
     prompt: Prompt,
     first: Tensor,
     *,
@@ -61,7 +61,7 @@ def lockstep(sequences: Sequence[Speculation]) -> None:
             sequence.close()
 
 
-class CarefulDraft:
+class GuardedDraft:
     """Wraps a draft so that its failure ends only drafting, not decoding; `state` is None before it is opened and after it
     ends.
 
@@ -137,7 +137,7 @@ class Speculation:
     def __init__(
         self,
         target: Runner,
-        draft: DraftState | CarefulDraft | None,
+        draft: DraftState | GuardedDraft | None,
         prompt: Prompt,
         first: Tensor,
         *,
@@ -149,7 +149,7 @@ class Speculation:
         self.ids, self.ended = prompt.ids, False
         self.target, self._prompt, self._meter = target, prompt, meter
         self._stop, self._emit, self._rows = stop, emit, rows
-        self._draft = draft if isinstance(draft, CarefulDraft) else CarefulDraft(meter, draft)
+        self._draft = draft if isinstance(draft, GuardedDraft) else GuardedDraft(meter, draft)
         self._first: Tensor | None = first
         self._proposal, self._rests, self.judged = Proposal.empty(), False, (0, 0)
         self._vocab = first.shape[-1]

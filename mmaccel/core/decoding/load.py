@@ -1,4 +1,5 @@
-"""`Load`: chooses the number of tokens to draft for sequences that are decoded together, from measured round times."""
+"""`DraftLength`: chooses the number of tokens to draft for sequences that are decoded together, from measured round
+times."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ FORGET = 0.99
 """What of the share of kept tokens a round leaves to the next."""
 
 
-class Load:
+class DraftLength:
     """Chooses the draft length (window) with the most tokens per second, per number of sequences in a batch (rounded up to a
     power of two).
 

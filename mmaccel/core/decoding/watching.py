@@ -16,7 +16,7 @@ from mmaccel.core.prefill.prune import Stage, TokenPruner
 
 
 @dataclass(frozen=True, eq=False)
-class Watching:
+class DraftStreamSettings:
     """What a draft model needs to watch a session's frames: the session's processor, KV memory and `chunk`; in another
     process also its own pruner `prune`."""
 
@@ -27,7 +27,7 @@ class Watching:
 
 
 @dataclass(frozen=True, eq=False)
-class Heard:
+class QuestionAttention:
     """The target question's attention to the visual tokens, by which a draft's pruner with this `stage` scores them.
 
     unit    P, tokens of a unit (step of time) of the target
@@ -74,7 +74,7 @@ class DraftStream(ABC):
         """Return the draft's stream to its state at `mark`."""
 
     @abstractmethod
-    def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
+    def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         """Start `question`, whose answer may have `room` tokens; the draft state reads it. `heard`, if the draft has a
         pruner: the attention of the target's question."""
 

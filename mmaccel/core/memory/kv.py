@@ -215,7 +215,7 @@ class StreamPass:
 
 
 @dataclass(frozen=True)
-class Seen:
+class UnitEvidence:
     """How much an answer rests on one unit (frame): the share of layers that attended to it (retrieved or in the local
     window), the share that retrieved it, and its part of all that reached the answer from units (`Evidence`; None: not
     computed)."""
@@ -320,8 +320,8 @@ class StreamState(KVState):
         now on stay even if memory is full. Return the numbers of all units forgotten since the last call."""
         return []
 
-    def evidence(self) -> dict[int, Seen]:
-        """Return the units (frames) that the last question attended to: unit number -> `Seen`."""
+    def evidence(self) -> dict[int, UnitEvidence]:
+        """Return the units (frames) that the last question attended to: unit number -> `UnitEvidence`."""
         return {}
 
     def summaries(self, layer: int) -> int:
@@ -333,7 +333,7 @@ class StreamState(KVState):
         number * P + index in the unit. None: not known."""
         return None
 
-    def seen_only(self, layer: int, columns: Tensor) -> None:
+    def note_shown_columns(self, layer: int, columns: Tensor) -> None:
         """Record, during a question, that a pruner leaves only `columns` [k] of the view of `layer` before the question;
         `evidence` counts these alone."""
 

@@ -16,7 +16,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.frames import FrameMemory
-from mmaccel.core.memory.kv import Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
 from mmaccel.core.memory.relay import relay
 
 SPLIT = "split.json"
@@ -136,7 +136,9 @@ class SplitState(StreamState):
         """Whether the memories of all devices accept units (frames) between two layers of a question."""
         return all(state.parts for state in self._states)
 
-    append = view = ahead = write_slot = summaries = seen = seen_only = note_listed_rows = relay(_of_layer)
+    append = view = ahead = write_slot = summaries = seen = note_shown_columns = note_listed_rows = relay(
+        _of_layer
+    )
     end_pass = begin_ingest = idle = set_query_fields = between = relay(_each)
     accept = truncate = reset = relay(_each)
     units = length = shown_units = waiting = relay(_first)
@@ -202,15 +204,15 @@ class SplitState(StreamState):
             count = state.fit(first, count)
         return count
 
-    def evidence(self) -> dict[int, Seen]:
-        """Return the evidence averaged over layers; each device's memory computes its `Seen.score` by itself."""
+    def evidence(self) -> dict[int, UnitEvidence]:
+        """Return the evidence averaged over layers; each device's memory computes its `UnitEvidence.score` by itself."""
         whole, found = sum(self._layers), [state.evidence() for state in self._states]
-        out: dict[int, Seen] = {}
+        out: dict[int, UnitEvidence] = {}
         for unit in sorted({unit for one in found for unit in one}):
-            each = [one.get(unit, Seen(0.0, 0.0, 0.0)) for one in found]
+            each = [one.get(unit, UnitEvidence(0.0, 0.0, 0.0)) for one in found]
             scores = [one.score for one in each]
             score = None if None in scores else self._mean(scores, whole)
-            out[unit] = Seen(
+            out[unit] = UnitEvidence(
                 self._mean([x.share for x in each], whole),
                 self._mean([x.retrieved for x in each], whole),
                 score,

@@ -39,7 +39,7 @@ class Images:
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)
         return NewImages(spans, start, layout) if spans else None
 
-    def uncut(self, end: int) -> int:
+    def next_cut(self, end: int) -> int:
         """Return the first column from `end` on at which a prompt can be cut without splitting an image."""
         while (
             later := max((past for _, begin, past in self.spans if begin < end < past), default=end)

@@ -28,7 +28,7 @@ from mmaccel.backends.ops.block_attend import HeadRange as HeadRange
 from mmaccel.backends.ops.block_attend import KeySpan as KeySpan
 from mmaccel.backends.ops.block_attend import Part as Part
 from mmaccel.backends.ops.block_attend import remember as remember
-from mmaccel.backends.ops.block_lists import edges, listed_area, narrowed, packed, reach
+from mmaccel.backends.ops.block_lists import block_bounds, compacted, listed_area, reach, restrict_rows
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 
@@ -157,7 +157,7 @@ class AttentionPlan:
 
         def cut() -> AttentionPlan:
             how = sinks, self.n_key - self.n_query - window, self.block_q, self.block_k
-            parts = tuple(narrowed(part, *how) for part in self.parts)
+            parts = tuple(restrict_rows(part, *how) for part in self.parts)
             dense = self.dense and replace(self.dense, sinks=sinks, window=window)
             return replace(self, parts=parts, dense=dense)
 
@@ -356,7 +356,7 @@ def span_by_range(
     first, count, head, tail, _ = torch.split(row.expand(b, h, m, 5), 1, -1)
     number = torch.arange(n, device=table.device)
     listed = table & (number >= first) & (number < first + count)
-    index, upto = packed(listed, number)
+    index, upto = compacted(listed, number)
     head, tail, count = (upto.gather(-1, (first + t).clamp(max=n)) for t in (head, tail, count))
     begin = (torch.arange(b * h * m, device=table.device) * n).view(b, h, m, 1)
     row = torch.cat([begin, count, head, tail, torch.zeros_like(begin)], -1)
@@ -382,8 +382,8 @@ def span_from_table(
     """
     b, h, m, n = table.shape
     row, index = table.reshape(b * h * m, n).nonzero(as_tuple=True)
-    *of_queries, _ = edges(q_row, q_pos, block_q)
-    *of_keys, kind = edges(k_row, k_pos, block_k)
+    *of_queries, _ = block_bounds(q_row, q_pos, block_q)
+    *of_keys, kind = block_bounds(k_row, k_pos, block_k)
     q_min, q_max = (edge.expand(b, h, m).reshape(-1) for edge in of_queries)
     k_min, k_max = (edge.expand(b, h, n).reshape(-1) for edge in of_keys)
     key = (row // m) * n + index

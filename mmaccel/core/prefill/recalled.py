@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.dense_attend import paid
+from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState, grow_buffer
@@ -23,11 +23,11 @@ from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_colu
 from mmaccel.core.report import Meter
 
 
-def _own(around: AroundMemory, name: str, *given: Any, **named: Any) -> Any:
+def _own(around: WrappedMemory, name: str, *given: Any, **named: Any) -> Any:
     return getattr(around.state, name)(*given, **named)
 
 
-class AroundMemory(StreamState):
+class WrappedMemory(StreamState):
     """Wraps the stream memory `state` for one question and its answer; methods that a subclass does not define delegate."""
 
     def __init__(self, state: StreamState) -> None:
@@ -48,9 +48,9 @@ class AroundMemory(StreamState):
         self._pass, self._tail = stream_pass, self.state.length() - self._start + stream_pass.rows
         self.state.begin_pass(stream_pass)
 
-    view = write_slot = summaries = seen = seen_only = note_listed_rows = append = ahead = end_pass = relay(
-        _own
-    )
+    view = write_slot = summaries = seen = note_shown_columns = note_listed_rows = append = ahead = (
+        end_pass
+    ) = relay(_own)
     accept = truncate = length = held_columns = units = reset = checkpoint = restore = relay(_own)
 
     @contextmanager
@@ -83,7 +83,7 @@ def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
     warn(f"{sentence}.")
 
 
-class InTime(AroundMemory):
+class TimeRangeMemory(WrappedMemory):
     """Wraps the stream memory `state` so that a question sees only the units (frames) ``first .. end`` and the head, and no
     summary tokens, which stand for other units too.
 
@@ -121,11 +121,11 @@ class InTime(AroundMemory):
             inside = self._inside(tokens).nonzero()[:, 0].to(view.key.device)
             self._columns[layer] = torch.cat([torch.arange(head, device=inside.device), first + inside])
             self.count = max(self.count, len(inside))
-            self.state.seen_only(layer, self._columns[layer])
+            self.state.note_shown_columns(layer, self._columns[layer])
         return replace(self._shown(layer, view, base), bias=None)
 
 
-class RecallPruning(AroundMemory):
+class RecallPruning(WrappedMemory):
     """Wraps the stream memory `state` so that a question and its answer see only the visual tokens that `pruner` keeps.
 
     The head, summary tokens and all rows of the question stay, including images, other videos and an incomplete unit (frame)
@@ -205,7 +205,7 @@ class RecallPruning(AroundMemory):
         if left is not None:
             key = key[:, torch.cat([left, torch.arange(base, key.shape[1], device=key.device)])]
         at = torch.arange(key.shape[1] - rows, key.shape[1], device=key.device)
-        return paid(query[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
+        return mean_weights(query[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
 
     def _cut(self, stage: Stage, attention: list[Tensor], layout: TokenLayout, left: Tensor | None) -> Tensor:
         """[k] the columns before the question that stay at `stage`, of those that are `left` (None: all)."""
@@ -227,7 +227,7 @@ class RecallPruning(AroundMemory):
         """Count what `layer` shows, and tell the memory, whose evidence weighs that alone."""
         if (columns := self._columns.get(layer)) is not None:
             self._count(_name(max(at for at in self._stages if at <= layer)), len(columns) - first)
-            self.state.seen_only(layer, columns)
+            self.state.note_shown_columns(layer, columns)
 
     def _count(self, name: str, count: int) -> None:
         self.counts[name] = max(self.counts[name], float(count))
@@ -243,7 +243,7 @@ class RecallPruning(AroundMemory):
         if layer == by and (alike or layer > self._scoring):
             column = torch.tensor([view.key.shape[2] - 1], device=device)
             scale = view.key.shape[-1] ** -0.5
-            looks = paid(query[0], view.key[0], column, scale, view.bias)[0, at]
+            looks = mean_weights(query[0], view.key[0], column, scale, view.bias)[0, at]
             before, chosen = self._glanced.get(layer, (None, None))
             new = self.pruner.recall(looks, at, before)
             self._glanced[layer] = looks, chosen if new is None else new

@@ -16,20 +16,20 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline, Ended
-from mmaccel.core.decoding.watching import Watching
-from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
+from mmaccel.core.decoding.watching import DraftStreamSettings
+from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.parts import Clip, Turns
-from mmaccel.core.streams.sources import Event, later, reopened
-from mmaccel.core.streams.standing import Standing
-from mmaccel.core.streams.stream_runner import CarefulDraftStream, StreamRunner, shown_at
+from mmaccel.core.streams.parts import Clip, FairLock
+from mmaccel.core.streams.sources import Event, later, reconnecting
+from mmaccel.core.streams.standing import StandingQuestion
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, shown_at
 
 Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
 
 
-class Intake:
+class FrameIntake:
     """Base of `VideoSession`: takes in frames. Threads hold these locks, in this order:
 
     _source  during a call of `watch` or `ingest`, so that frames of two calls do not mix
@@ -46,11 +46,11 @@ class Intake:
     _closed = _changed = False
 
     def __init__(self) -> None:
-        self._source, self._stream, self._asking = Turns(), Turns(), Turns()
+        self._source, self._stream, self._asking = FairLock(), FairLock(), FairLock()
         self._cancelled = threading.Event()
         self.events: deque[Event] = deque(maxlen=1000)
         """What befell sources that are reconnected, and what the memory let go of; the last ones."""
-        self._standing: list[Standing] = []
+        self._standing: list[StandingQuestion] = []
 
     @property
     def frames(self) -> int:
@@ -71,7 +71,7 @@ class Intake:
         cancelled.set()
 
     @contextmanager
-    def _working(self, *turns: Turns, deadline: Deadline | None = None) -> Iterator[None]:
+    def _working(self, *turns: FairLock, deadline: Deadline | None = None) -> Iterator[None]:
         """Hold `turns` while the session is open."""
         # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode. A memory has
         # keys and values of the weights' type, whatever autocast makes of a product.
@@ -147,7 +147,7 @@ class Intake:
             over = end.reason
         except Exception as error:
             if done and apart:
-                tell_kept(error, done)
+                note_frames_kept(error, done)
             raise
         if over is not None:
             why = "it reached its timeout" if over == "timeout" else "it was cancelled"
@@ -161,7 +161,9 @@ class Intake:
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
-        return reopened(opens, deadline.check, self.events.append, begin, lambda one: one.times or [], later)
+        return reconnecting(
+            opens, deadline.check, self.events.append, begin, lambda one: one.times or [], later
+        )
 
     _waited = 0.0
 
@@ -259,8 +261,8 @@ class Intake:
             self._live = None
         return taken
 
-    def _beside(self) -> CarefulDraftStream:
+    def _beside(self) -> GuardedDraftStream:
         """The stream of the draft, where it asks for one."""
-        draft, told = self.recipe.draft, Watching(self._processor, self._kv, self.recipe.chunk)
+        draft, told = self.recipe.draft, DraftStreamSettings(self._processor, self._kv, self.recipe.chunk)
         watches = draft.active and "video" in draft.needs
-        return CarefulDraftStream(partial(draft.watch, self._stream_adapter.view, told) if watches else None)
+        return GuardedDraftStream(partial(draft.watch, self._stream_adapter.view, told) if watches else None)

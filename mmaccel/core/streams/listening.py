@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.dense_attend import paid
-from mmaccel.core.decoding.watching import Heard
+from mmaccel.backends.ops.dense_attend import mean_weights
+from mmaccel.core.decoding.watching import QuestionAttention
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner
-from mmaccel.core.prefill.recalled import AroundMemory, RecallPruning
-from mmaccel.core.streams.parts import Around
+from mmaccel.core.prefill.recalled import RecallPruning, WrappedMemory
+from mmaccel.core.streams.parts import MemoryWrapper
 
 
-class Listening(Around):
-    """Wraps the memory of each question to a target of `depth` layers in a `StreamListener`, for a draft's `pruner`.
+class AttentionRecording(MemoryWrapper):
+    """Wraps the memory of each question to a target of `depth` layers in a `RecordingMemory`, for a draft's `pruner`.
 
     For a pruner that reads hidden states, the input of its layers is kept on the host for each token of units (frames), in
     order: ``states[layer]``, pieces [n, E].
     """
 
     def __init__(self, pruner: TokenPruner, depth: int) -> None:
-        (self._stage,), self._made = pruner.stages(depth), list[StreamListener]()
+        (self._stage,), self._made = pruner.stages(depth), list[RecordingMemory]()
         self._pruner = pruner
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in self._stage.hidden}
         self._asked: dict[int, Tensor] = {}
@@ -72,16 +72,16 @@ class Listening(Around):
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
     ) -> StreamState:
-        self._made = [StreamListener(state, self._stage, stream, before, numbers)]
+        self._made = [RecordingMemory(state, self._stage, stream, before, numbers)]
         return self._made[0]
 
-    def heard(self) -> Heard | None:
+    def heard(self) -> QuestionAttention | None:
         """Return the attention of the last question to frames, or None; can be read once."""
         made, self._made = self._made, []
         return made[0].heard(self._score if self.states else None) if made else None
 
 
-class StreamListener(AroundMemory):
+class RecordingMemory(WrappedMemory):
     """Wraps the memory `state` and records, for a draft's pruner, the question's attention to frames at the layers that
     `stage` reads; for a pruner that reads hidden states, which tokens of frames any layer sees.
 
@@ -124,16 +124,16 @@ class StreamListener(AroundMemory):
                     return view
                 key, turned = view.key[0], query if view.query is None else view.query
                 at = torch.arange(key.shape[1] - rows, key.shape[1], device=key.device)
-                looks = paid(turned[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
+                looks = mean_weights(turned[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
                 self._heard[layer] = tokens.to(key.device), looks.mean(0)[first:base]
         return view
 
-    def heard(self, score: Callable[..., Tensor] | None = None) -> Heard:
+    def heard(self, score: Callable[..., Tensor] | None = None) -> QuestionAttention:
         """Return the recorded attention of the question to frames; `score` computes other scores for the tokens seen."""
         groups, unit = self._stage.attention, self._stream.unit
         if not self._heard:
             none, rows = torch.zeros(0, dtype=torch.long), 1 if score else len(groups)
-            return Heard(self._stage, unit, none, torch.zeros(rows, 0))
+            return QuestionAttention(self._stage, unit, none, torch.zeros(rows, 0))
         home = next(iter(self._heard.values()))[0].device
         parts = {layer: (tokens.to(home), looks.to(home)) for layer, (tokens, looks) in self._heard.items()}
         tokens = torch.unique(torch.cat([one for one, _ in parts.values()]))
@@ -146,17 +146,17 @@ class StreamListener(AroundMemory):
                     one, looks = parts[layer]
                     out[n].index_add_(0, torch.searchsorted(tokens, one), looks / len(group))
         numbers = torch.tensor(self._numbers, dtype=torch.long, device=home)
-        return Heard(self._stage, unit, numbers[tokens // unit] * unit + tokens % unit, out)
+        return QuestionAttention(self._stage, unit, numbers[tokens // unit] * unit + tokens % unit, out)
 
 
-class Guided(Around):
+class GuidedWrapper(MemoryWrapper):
     """Wraps a draft's memory in a `GuidedRecall` for one question.
 
     counts  numbers of visual tokens that it showed
     paid    unit (frame) number -> attention that the target's question paid to it
     """
 
-    def __init__(self, pruner: TokenPruner, heard: Heard) -> None:
+    def __init__(self, pruner: TokenPruner, heard: QuestionAttention) -> None:
         self._pruner, self._heard = pruner, heard
         self.counts: dict[str, float] = {}
         units, paid = (heard.tokens // heard.unit).tolist(), heard.paid.sum(0).tolist()
@@ -176,9 +176,9 @@ class GuidedRecall(RecallPruning):
     """A draft's stream memory during a question, reduced in each layer to the retrieved tokens that the draft's `pruner`
     keeps.
 
-    The pruner's signal is the attention that the target's question paid to the same tokens (`Heard`), as one row; 0 for
-    tokens that the target did not see. If a memory cannot tell which tokens it shows, all have equal scores, and the pruner
-    by attention then chooses evenly spaced ones.
+    The pruner's signal is the attention that the target's question paid to the same tokens (`QuestionAttention`), as one
+    row; 0 for tokens that the target did not see. If a memory cannot tell which tokens it shows, all have equal scores, and
+    the pruner by attention then chooses evenly spaced ones.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class GuidedRecall(RecallPruning):
         pruner: TokenPruner,
         stream: Stream,
         before: int,
-        heard: Heard,
+        heard: QuestionAttention,
         numbers: Sequence[int],
     ) -> None:
         super().__init__(state, pruner, stream, 0, before)

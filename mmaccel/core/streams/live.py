@@ -17,13 +17,13 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.streams.intake import How, Progress
 from mmaccel.core.streams.session import Messages, VideoSession
-from mmaccel.core.streams.standing import Change, Standing
+from mmaccel.core.streams.standing import Change, StandingQuestion
 
 Done = TypeVar("Done")
 
 
 @contextmanager
-def settled() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Context in which the garbage collector skips all present objects (`gc.freeze`), the model above all: a full collection
     would delay a token by a third of a second. For commands, which own their process."""
     gc.collect()
@@ -168,7 +168,7 @@ class AsyncVideoSession:
         ask = self.session._answering(question, max_new_tokens, evidence, deadline, **how)
         return AsyncReply(ask, deadline)
 
-    def on(self, question: str, call: Callable[[Change], object], **how: Any) -> Standing:
+    def on(self, question: str, call: Callable[[Change], object], **how: Any) -> StandingQuestion:
         """Ask `question` again while frames come, and run `call` (async or not) in the loop when the answer changes."""
         loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""Types that sessions, streams and models exchange, and `Turns`, the fair lock of threads that share a model."""
+"""Types that sessions, streams and models exchange, and `FairLock`, the fair lock of threads that share a model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class Choosing:
+class TokenChoice:
     """How the tokens of an answer are chosen: `warp` and `generator` as in `Prompt`, and `stop`, which tells of ids [1, S]
     whether the answer ends with the last one."""
 
@@ -140,7 +140,7 @@ class StreamInfo:
         return [(frame, self.times[frame : frame + pace]) for frame in frames]
 
 
-class Around:
+class MemoryWrapper:
     """Wraps the memory of a stream during a question, for example to prune what it shows. This base class wraps nothing."""
 
     def __call__(
@@ -172,7 +172,7 @@ class _Waiter(NamedTuple):
     since: float
 
 
-class Turns:
+class FairLock:
     """A lock that is given to threads in the order in which they asked for it; its holder may take it again.
 
     A long holder yields in between: waiting threads get their turns, and it continues after them. A forward pass of frames
@@ -203,15 +203,15 @@ class Turns:
         finally:
             self._release()
 
-    def give_way(self, inside: bool = False) -> None:
+    def yield_lock(self, inside: bool = False) -> None:
         """Release the lock to waiting threads, then continue: with the next token or, `inside`, with the forward pass under
         way. Only one pass may pause for all at a time; others pause only for answer tokens."""
         if inside and self._paused:
-            self.let_tokens()
+            self.yield_to_answers()
         else:
             self._aside(lambda: bool(self._waiting), token=not inside, inside=inside)
 
-    def let_tokens(self) -> None:
+    def yield_to_answers(self) -> None:
         """In the middle of a pass, let answer tokens that have waited for `PATIENCE_S` have their turns, nothing else."""
         self._aside(lambda: self._still is None and self._late() is not None, still=True)
 
@@ -223,9 +223,9 @@ class Turns:
             behind, self._behind = self._behind, torch.cuda.current_stream(device).record_event()
             if behind is not None:
                 behind.synchronize()
-        self.let_tokens()
+        self.yield_to_answers()
 
-    def finish_passes(self) -> None:
+    def wait_for_paused(self) -> None:
         """Wait until no forward pass is paused in the middle."""
         self._aside(lambda: self._still is not None)
 
@@ -349,12 +349,12 @@ class Turns:
             mine.event.set()
 
 
-_turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[nn.Module, FairLock] = WeakKeyDictionary()
 
 
-def turns_of(model: nn.Module) -> Turns:
+def fair_lock_of(model: nn.Module) -> FairLock:
     """Return the lock that streams on `model` share, one for each text model."""
-    return _turns.setdefault(model, Turns())
+    return _turns.setdefault(model, FairLock())
 
 
 def _forked() -> None:

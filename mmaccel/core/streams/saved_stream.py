@@ -17,7 +17,7 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.listening import Listening
+from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import StreamInfo
 from mmaccel.core.streams.stream_runner import StreamRunner
 
@@ -66,7 +66,9 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
     if info.pending is not None:
         tensors["pending"] = info.pending
     around = live.around
-    states = {n: around.unit_states(n) for n in around.states} if isinstance(around, Listening) else {}
+    states = (
+        {n: around.unit_states(n) for n in around.states} if isinstance(around, AttentionRecording) else {}
+    )
     # A memory of frames has no states between questions.
     heard = {n: kept for n, kept in states.items() if len(kept) == len(info.spans) * info.unit > 0}
     tensors |= {f"heard {layer}": kept for layer, kept in heard.items()}
@@ -94,7 +96,9 @@ def check_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> N
     """Raise `ModelError` unless `facts` name the weights and the type of the model of `adapter`."""
     dtype = _name(adapter.dtype)
     if facts["model"] != adapter.signature():
-        raise ModelError(f"{where} was saved from another model; give the model it was saved with (--model MODEL).")
+        raise ModelError(
+            f"{where} was saved from another model; give the model it was saved with (--model MODEL)."
+        )
     if facts["dtype"] != dtype:
         kind = shown(facts["dtype"])[1:-1]
         raise ModelError(
@@ -126,7 +130,10 @@ def read_stream(
             live.running.put(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
         if (units := live.state.units()) != facts["units"]:
             raise damaged(data, f"the memory holds {units} units of {facts['units']}")
-        if isinstance(live.around, Listening) and facts.get("heard") == sorted(live.around.states) != []:
+        if (
+            isinstance(live.around, AttentionRecording)
+            and facts.get("heard") == sorted(live.around.states) != []
+        ):
             shape, kind = (units * facts["unit"], adapter.view.geometry.hidden), adapter.dtype
             for layer in live.around.states:
                 wanted: checkpoint_io.Wanted = {f"heard {layer}": (shape, kind)}

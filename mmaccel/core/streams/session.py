@@ -19,8 +19,8 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import asked
-from mmaccel.core.streams.intake import Intake, Progress
-from mmaccel.core.streams.standing import Change, Standing
+from mmaccel.core.streams.intake import FrameIntake, Progress
+from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 Messages = Sequence[Mapping[str, Any]]
@@ -33,7 +33,7 @@ def as_turns(question: str | Messages) -> Messages:
     return question
 
 
-class VideoSession(Intake):
+class VideoSession(FrameIntake):
     """A video stream on one model: `watch` any number of times, `ask` in between, `save`, `load`, `close`.
 
     model      a model of a supported family, not accelerated; it is unchanged between two calls
@@ -251,19 +251,19 @@ class VideoSession(Intake):
         last: float | None = None,
         says: str | None = None,
         max_new_tokens: int = 16,
-    ) -> Standing:
+    ) -> StandingQuestion:
         """Ask `question` again and again while frames come, and run `call` with a `Change` whenever its answer changes.
 
         every  seconds of the stream between two questions at least; one that is due during the previous answer is skipped
         last   ask only about the last so many seconds; None: about all frames
         says   run `call` only when the answer begins to contain this text ("yes"), and the previous one did not
 
-        `call` runs in a thread of its own, as the questions do; frames do not wait for it. `Standing.cancel` ends it, and so
-        does `close`. Raises `ModelError` for an invalid question.
+        `call` runs in a thread of its own, as the questions do; frames do not wait for it. `StandingQuestion.cancel` ends
+        it, and so does `close`. Raises `ModelError` for an invalid question.
         """
         self._stream_adapter.tail(question)
         given = {"every": every, "last": last, "says": says, "most": max_new_tokens}
-        self._standing.append(one := Standing(self, question, call, **given))  # type: ignore[arg-type]
+        self._standing.append(one := StandingQuestion(self, question, call, **given))  # type: ignore[arg-type]
         return one
 
     def __len__(self) -> int:

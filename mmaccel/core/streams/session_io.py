@@ -39,7 +39,7 @@ from mmaccel.core.streams.saved_stream import (
     read_stream,
     write_stream,
 )
-from mmaccel.core.streams.stream_runner import CarefulDraftStream, StreamRunner
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 
 FORMAT, VERSION = "mmaccel session", 5
 UNSEALED = 2
@@ -106,7 +106,7 @@ def load(
     adapter: StreamAdapter,
     recipe: Recipe,
     kv: StreamPolicy,
-    beside: Callable[[], CarefulDraftStream],
+    beside: Callable[[], GuardedDraftStream],
 ) -> StreamRunner:
     """Load a saved session: its stream, with the memory `kv`, and its draft's stream, which `beside` opens.
 

@@ -34,7 +34,7 @@ def later(clip: Clip, seconds: float) -> Clip:
     return replace(clip, times=[moment + seconds for moment in clip.times])
 
 
-def reopened(
+def reconnecting(
     opens: Callable[[], Any],
     check: Callable[[], None],
     note: Callable[[Event], None],

@@ -1,4 +1,4 @@
-"""`Standing`: a question that a session asks repeatedly while frames come, to report when its answer changes."""
+"""`StandingQuestion`: a question that a session asks repeatedly while frames come, to report when its answer changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Change:
     seconds: float
 
 
-class Standing:
+class StandingQuestion:
     """A question that a session asks every few seconds of its stream; see `VideoSession.on`.
 
     asked   the second of the stream at which it was last asked; None: not yet

@@ -22,8 +22,8 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.parts import Around, Clip, StreamInfo, kept
+from mmaccel.core.streams.listening import AttentionRecording
+from mmaccel.core.streams.parts import Clip, MemoryWrapper, StreamInfo, kept
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
@@ -40,7 +40,7 @@ SLOW, SLOW_S = 2.0, 20.0
 """How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
 
 
-class CarefulDraftStream:
+class GuardedDraftStream:
     """Wraps the stream of a session's draft so that its failure ends only drafting.
 
     `stream` is None without a draft that watches, and after a failure, whose reason is `failed`. A draft that takes more
@@ -117,17 +117,17 @@ class StreamRunner:
 
     def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
-        self.adapter, self.kv, self.info, self.beside = adapter, kv, info, CarefulDraftStream()
+        self.adapter, self.kv, self.info, self.beside = adapter, kv, info, GuardedDraftStream()
         self.hidden = "hidden" in kv.needs
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         rows = ROWS.get(adapter.device.type, 1 << 15) if chunk is None else chunk
         self.bulk = max(1, rows // info.unit)
         pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
-        self.around = Around() if pruner is None else Listening(pruner, depth)
+        self.around = MemoryWrapper() if pruner is None else AttentionRecording(pruner, depth)
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.position_ids(info.size, fps), adapter.head().numel()
-        words, pace, dtype = adapter.words_beside, adapter.pace, adapter.dtype
+        words, pace, dtype = adapter.text_around_unit, adapter.pace, adapter.dtype
         self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, places=places, dtype=dtype)
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.open_stream if one else partial(split_stream, kv, adapter.layer_devices)
@@ -272,7 +272,7 @@ class StreamRunner:
             shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
             look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
             part, rows = adapter.unit_embeds(part, info.moments(adapter.pace, frames)), count * info.unit
-            told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.let_tokens}
+            told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.yield_to_answers}
             stream_pass = StreamPass(kind="units", rows=rows, first=first, count=count, **told)
             self.run_pass(state, stream_pass, part.flatten(0, 1), **how)
             done += count

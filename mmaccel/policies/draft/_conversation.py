@@ -88,7 +88,7 @@ class Conversation:
         return self
 
 
-def taken_up(
+def continued_conversation(
     who: str, left: Any, fresh: Conversation, inputs: Mapping[str, Any], ids: Tensor, past: TokenLayout | None
 ) -> Conversation:
     """Return the conversation to which the prompt `ids` [S] was announced: `left` if the prompt continues it; else `fresh`,

@@ -15,14 +15,14 @@ from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import DraftStream, Watching
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy, registry, with_base_dir
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.policies.draft._conversation import Conversation, taken_up
+from mmaccel.policies.draft._conversation import Conversation, continued_conversation
 
 PADDING = 1024
 """Rows by which the embeddings of one vocabulary may differ."""
@@ -148,7 +148,7 @@ class PeerStrategy(DraftStrategy):
     def check(self, target: ModelView) -> None:
         self.peer(target)
 
-    def watch(self, target: ModelView, session: Watching) -> DraftStream:
+    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         peer = self.peer(target)
         adapter = adapter_for(peer.model).stream_adapter(peer.model, session.processor)
         return LocalDraftStream(adapter, self.kv or session.kv, session.chunk, self.prune)
@@ -219,7 +219,7 @@ class PeerState(DraftState):
 
     def _tell(self, prompt: Prompt) -> None:
         inputs, ids, past = self._shown(prompt)
-        self._talk = taken_up(self._choice.name, prompt.left, self._talk, inputs, ids, past)
+        self._talk = continued_conversation(self._choice.name, prompt.left, self._talk, inputs, ids, past)
 
     def _shown(self, prompt: Prompt) -> tuple[Mapping[str, Any], Tensor, TokenLayout | None]:
         """What the draft is to read of `prompt`: its inputs, all ids [S], and those that the target holds."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.watching import DraftStream, Heard, Watching
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, QuestionAttention
 from mmaccel.core.decoding.worker import OWN, Blob, Message, Wire, Worker, beating
 from mmaccel.core.errors import DraftError
 from mmaccel.core.memory.relay import relay
@@ -50,7 +50,7 @@ class WireEnd:
 class RemoteDraftStream(DraftStream, WireEnd):
     """The target's end of a draft's stream. The process reads a clip while the target goes on, at most one clip behind."""
 
-    def __init__(self, worker: Worker, session: Watching) -> None:
+    def __init__(self, worker: Worker, session: DraftStreamSettings) -> None:
         super().__init__(worker)
         self._open[self.number] = self
         self._out = 0  # calls not answered yet
@@ -68,7 +68,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
     def back(self, mark: Any) -> None:
         self._call("back")
 
-    def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
+    def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         if heard is not None:
             heard = replace(heard, tokens=heard.tokens.cpu(), paid=heard.paid.cpu())
         self._call("ask", question, room, heard)

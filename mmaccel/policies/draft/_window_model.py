@@ -117,7 +117,7 @@ class Pace:
 
 
 @dataclass
-class Tally:
+class PipelineStats:
     """Statistics of the pipeline during one answer.
 
     figures  rounds of each mode, rounds in which the draft was late, tokens drafted, pauses
@@ -177,7 +177,7 @@ class Tally:
 
 
 @dataclass
-class Way:
+class ReadingStats:
     """Measurements of a draft that reads the whole video, or of one that reads a pruned one."""
 
     judged: float = 0.0
@@ -210,20 +210,20 @@ class Reading(NamedTuple):
     """What the draft reads for one answer: what `pruner` keeps, or everything (None); a `note` on it for the report; and the
     `way` to which the answer's figures are added."""
 
-    way: Way
+    way: ReadingStats
     pruner: TokenPruner | None
     note: str
 
 
 @dataclass
-class Shares:
+class ReadingChoice:
     """Measurements of a draft with the whole and with the pruned video, by power of two of the prompt's length.
 
     bare_s  seconds of a draft step after a minimal prompt, or None if not measured
     """
 
     bare_s: float | None = None
-    ways: dict[int, tuple[Way, Way]] = field(default_factory=dict)
+    ways: dict[int, tuple[ReadingStats, ReadingStats]] = field(default_factory=dict)
 
     def reading(
         self, pruner: TokenPruner, length: int, window: int | None, most: int, sampled: bool
@@ -234,7 +234,7 @@ class Shares:
         Pruning is not tried if even steps with nothing to read, with as many tokens accepted, would not gain `WORTH`. With
         `sampled` tokens and a given window the whole is read: times must not change which tokens are sampled.
         """
-        whole, less = self.ways.setdefault(length.bit_length(), (Way(), Way()))
+        whole, less = self.ways.setdefault(length.bit_length(), (ReadingStats(), ReadingStats()))
         gain, of_part, thinned = whole.gain(window, most), less.gain(window, most), part(pruner)
         at_best = math.inf
         if self.bare_s and whole.draft_s:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
-from mmaccel.core.decoding.watching import DraftStream, Watching
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.core.errors import DraftError, RecipeError, at_least, limited
 from mmaccel.core.prefill.prune import TokenPruner
@@ -29,7 +29,7 @@ from mmaccel.policies.draft._draft_model import (
 )
 from mmaccel.policies.draft._remote_drafter import MICRO, SERVICE, Remote
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
-from mmaccel.policies.draft._window_model import Pace, Shares, Tally, Way, best_window
+from mmaccel.policies.draft._window_model import Pace, PipelineStats, ReadingChoice, ReadingStats, best_window
 
 FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
@@ -76,7 +76,7 @@ class Parallel(PeerStrategy):
     """
 
     service: ClassVar[str] = SERVICE
-    unsharded: ClassVar[str | None] = "drafts by a clock, not by that of all processes"
+    no_tensor_parallel: ClassVar[str | None] = "drafts by a clock, not by that of all processes"
 
     window: int | None = limited(None, at_least(1, ", or null to have it measured"))
     most: int = limited(16, at_least(1))
@@ -109,7 +109,7 @@ class Parallel(PeerStrategy):
         else:
             super().check(target)
 
-    def watch(self, target: ModelView, session: Watching) -> DraftStream:
+    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         if not self.process:
             return super().watch(target, session)
         return RemoteDraftStream(
@@ -127,7 +127,7 @@ class Parallel(PeerStrategy):
         else:
             engine = Local(self.peer(target), vocab, target.device)
         measured = self.prune_when == "measured"
-        shares = target.hold("parallel shares", lambda: Shares(bare_s)) if measured else None
+        shares = target.hold("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
         return Pipeline(engine, self, devices_of(target.model), vocab, shares)
 
     def _worker(self, target: ModelView) -> Worker:
@@ -184,12 +184,14 @@ class Pipeline(DraftState):
         choice: Parallel,
         devices: Sequence[torch.device],
         vocab: int,
-        shares: Shares | None = None,
+        shares: ReadingChoice | None = None,
     ) -> None:
         self._engine, self._choice = engine, choice
         self._shares = shares
         self._pruner: TokenPruner | None = choice.pruner
-        self._way: Way | None = None  # whose figures those of this answer are, where they are measured
+        self._way: ReadingStats | None = (
+            None  # whose figures those of this answer are, where they are measured
+        )
         self._read, self._unused = "", list[str]()
         self._waited = [device for device in devices if device.type == "cuda" and choice.process]
         self._said: list[int] = []
@@ -200,7 +202,7 @@ class Pipeline(DraftState):
         self._busy = self._due = False
         self._pace = Pace()
         self._window = choice.window or min(FIRST_WINDOW, choice.most)
-        self._tally = Tally()
+        self._tally = PipelineStats()
         self._resume, self._asked = 0, 0.0
         self._unsent: Any = None
 

@@ -32,7 +32,7 @@ Prefetch = Literal["off", "query", "projected"]
 
 
 @dataclass(frozen=True)
-class Former:
+class FormerField:
     """A policy field of earlier versions that no longer exists.
 
     default  the value that now always holds
@@ -112,10 +112,10 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     """
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
-    unsharded: ClassVar[str | None] = "chooses frames by the keys of all heads"
-    FORMER: ClassVar[Mapping[str, Former]] = {
-        "similarity": Former(part="frames"),
-        "copies": Former("coalesced", "the store brings frames by its best way", speed=("frame",)),
+    no_tensor_parallel: ClassVar[str | None] = "chooses frames by the keys of all heads"
+    FORMER: ClassVar[Mapping[str, FormerField]] = {
+        "similarity": FormerField(part="frames"),
+        "copies": FormerField("coalesced", "the store brings frames by its best way", speed=("frame",)),
     }
 
     frames: int = limited(64, at_least(1))

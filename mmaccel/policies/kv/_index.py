@@ -59,7 +59,7 @@ class IndexPolicy(Policy, ABC):
             )
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a layer's search: ascending `entries` [k] (units: frames); which clusters were `picked` [C]; the score
     [C] of each, -inf if it was not searched. No cluster is picked while the index has no summaries."""
 
@@ -69,7 +69,7 @@ class Found(NamedTuple):
 
 
 @dataclass(eq=False)
-class Survey:
+class SearchTables:
     """Search tables of the units (frames) below `end`, on the device; shared by all questions until the stream changes.
 
     Tensors have spare room, so that their addresses stay the same while the stream grows.
@@ -130,7 +130,7 @@ class Index(ABC):
         """Units that the device knows of."""
         self._at = UnitRows()
         """Whoever asks speaks of units; tensors are by row, which is the same until `compact`."""
-        self._ready: Survey | None = None
+        self._ready: SearchTables | None = None
         self._fixed: dict[str, Tensor] = {}
 
     # The stream comes in.
@@ -179,29 +179,29 @@ class Index(ABC):
     def refresh(self) -> None:
         """Update the index's tensors on the device."""
 
-    def touched(self, found: dict[int, Found]) -> None:
-        """Take note, after a question, of what each layer retrieved: layer -> `Found`."""
+    def touched(self, found: dict[int, SearchResult]) -> None:
+        """Take note, after a question, of what each layer retrieved: layer -> `SearchResult`."""
 
     # Searches.
 
-    def prepare(self, end: int) -> Survey:
-        """Return the tables (`Survey`) for searches among the units (frames) below `end`; cached."""
+    def prepare(self, end: int) -> SearchTables:
+        """Return the tables (`SearchTables`) for searches among the units (frames) below `end`; cached."""
         if self._ready is None or self._ready.end != end:
             self._ready = self._survey(end)
         return self._ready
 
     @abstractmethod
-    def _survey(self, end: int) -> Survey: ...
+    def _survey(self, end: int) -> SearchTables: ...
 
     @property
-    def _now(self) -> Survey:
+    def _now(self) -> SearchTables:
         assert self._ready is not None
         return self._ready
 
     def by(self, look: Tensor) -> None:
         """Set the mean visual embedding [E] (of frames, or of a question's words) that the next searches compare with."""
 
-    def search(self, layer: int, query: Tensor, budget: int, end: int) -> Found:
+    def search(self, layer: int, query: Tensor, budget: int, end: int) -> SearchResult:
         """Return `budget` units (frames) below `end` (all, if fewer) for a query [d] float32: whole clusters by score until
         the budget is full; of the last cluster the units with the highest own scores."""
         self.prepare(end)
@@ -209,13 +209,13 @@ class Index(ABC):
 
     def search_ahead(
         self, layer: int, queries: Tensor, budget: int, ahead: int, late: Any = None, words: Any = None
-    ) -> tuple[Found, Tensor | None]:
+    ) -> tuple[SearchResult, Tensor | None]:
         """Search by the first of `queries` [1 or 2, d] (see `search`), and by the second in the next layer, for `ahead`
         units (frames): of the last cluster the oldest; -1 for none. Call `prepare` first. `words` (`clusters.Words`), if
         given, score the clusters; `late` (`clusters.Late`) units are appended to the result."""
         now, rows = self._now, slice(layer, layer + len(queries))
         if len(now.entries) <= budget:
-            entries, scores = now.entries, clusters.scored(self.key[rows], queries, self.cosine)
+            entries, scores = now.entries, clusters.score(self.key[rows], queries, self.cosine)
             picked = now.lists.size[layer] > 0
             coming: Tensor | None = entries if len(queries) > 1 else None
             if late is not None:
@@ -225,13 +225,13 @@ class Index(ABC):
             own = clusters.Own(*self._own_keys(layer), queries[0], self.cosine)
             owner, within, flat, first, size = (one[rows] for one in now.lists[:5])
             lists = clusters.Lists(owner, within, flat, first, size, now.lists.largest)
-            entries, coming = clusters.selected(before, lists, budget, ahead, own, late)
+            entries, coming = clusters.select(before, lists, budget, ahead, own, late)
             if now.number is not None:
                 entries = torch.cat([now.number[entries[:budget]], entries[budget:]])
                 if coming is not None:
                     coming = torch.where(coming < 0, coming, now.number[coming.clamp_min(0)])
             picked = before[0] < budget
-        return Found(entries, picked if now.ready else picked[:0], scores[0]), coming
+        return SearchResult(entries, picked if now.ready else picked[:0], scores[0]), coming
 
     def _candidates(
         self, rows: slice, queries: Tensor, budget: int, words: clusters.Words | None
@@ -245,7 +245,7 @@ class Index(ABC):
     def _scored(self, key: Tensor, queries: Tensor, size: Tensor, words: clusters.Words | None) -> Tensor:
         """[R, C] scores of clusters of `size` [R, C] with keys [R, C, d]."""
         if words is None:
-            return clusters.scored(key, queries, self.cosine)
+            return clusters.score(key, queries, self.cosine)
         return clusters.scored_by_words(key, words, size, self.cosine)
 
     @abstractmethod
@@ -266,21 +266,21 @@ class Index(ABC):
         return int(self._now.lists.size.shape[1])
 
     def summarise(
-        self, layer: int, found: Found, out: Tensor, head: int, left: Tensor | None
+        self, layer: int, found: SearchResult, out: Tensor, head: int, left: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values of the k best-scored clusters, best first and retrieved ones last, into `out` [2, G, k, D];
-        return their times [k] and the score bias of the head and of them (`clusters.stand_ins`): -inf from index `left` [1]
-        on, where there is no cluster."""
+        return their times [k] and the score bias of the head and of them (`clusters.summary_tokens`): -inf from index `left`
+        [1] on, where there is no cluster."""
         rows, size = (self.key[layer], self.value[layer]), self._now.lists.size[layer]
-        return clusters.stand_ins(
+        return clusters.summary_tokens(
             found.scores, found.picked, size, rows, self.time[layer], out, head, left, 0
         )
 
-    def stood_for(self, layer: int, found: Found, shares: Tensor) -> Tensor:
+    def share_by_unit(self, layer: int, found: SearchResult, shares: Tensor) -> Tensor:
         """Return [n, end]: the `shares` [n, k] of summary tokens, divided evenly over the frames of their clusters."""
         now, (rows, few) = self._now, shares.shape
         size = now.lists.size[layer]
-        ids = clusters.stand_in_order(found.scores, found.picked, size)[:few]
+        ids = clusters.summary_order(found.scores, found.picked, size)[:few]
         # Two more places: of units that are in no cluster.
         out = shares.new_zeros(rows, len(size) + 2)
         out[:, ids] = shares / size[ids].clamp_min(1)
@@ -291,7 +291,7 @@ class Index(ABC):
         return shares.new_zeros(rows, now.end).index_copy_(1, now.number[:known], out)
 
     def _surveyed(self, end: int, room: int, absent: Tensor) -> dict[str, Any]:
-        """Of the `Survey` of units below `end`, by `room` rows: those that are not `absent` [rows], and numbers."""
+        """Of the `SearchTables` of units below `end`, by `room` rows: those that are not `absent` [rows], and numbers."""
         rows, some = len(absent), bool(absent.any())
         number = self._fix("number", self._at.units(room)) if self._at.gap else None
         here = torch.arange(rows, device=self.device)
@@ -391,7 +391,7 @@ def summary_positions(
     return places.chosen(numbers, count - 1, middle, not compact)
 
 
-def closed_up(units: Tensor, base: int, first: int, even: bool) -> Tensor:
+def compact_places(units: Tensor, base: int, first: int, even: bool) -> Tensor:
     """Return slots [n], counted from `base`, for ascending `units` [n], all below `first`: units (frames) before the base
     move close behind it, so that their order remains visible. All stay before the window."""
     rank = torch.arange(len(units), device=units.device)

@@ -136,7 +136,7 @@ def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def moved_on(old: Ring | None, fresh: Ring, cut: int) -> tuple[Ring, Ring]:
+def shift_window(old: Ring | None, fresh: Ring, cut: int) -> tuple[Ring, Ring]:
     """Append `fresh` to a window and cut off its first `cut` columns; return the new window, and a view of that cut."""
     parts = [fresh] if old is None else [old, fresh]
     if parts[0].key.shape[2] < cut:

@@ -44,11 +44,11 @@ class Prefetcher:
     store's slots are, allocated at its first write and never moved. It is written on the compute lane (CUDA stream) and read
     on the copy lane; a writer waits for readers.
 
-    A question calls `begin`; for each layer `codes` of its units and `foretell` for the next layer, `bring`, `prefetch`, and
-    `keep`. `codes`, `foretell` and `keep` read tensors at fixed addresses while `mark` is unchanged, so that a CUDA graph
-    can replay them. A wrong prediction is never seen, and what it missed is copied before `bring` returns: results do not
-    depend on it. All copies run in order on the copy lane, so prefetched units are read before the next layer's replace
-    them.
+    A question calls `begin`; for each layer `codes` of its units and `predict_codes` for the next layer, `bring`,
+    `prefetch`, and `keep`. `codes`, `predict_codes` and `keep` read tensors at fixed addresses while `mark` is unchanged, so
+    that a CUDA graph can replay them. A wrong prediction is never seen, and what it missed is copied before `bring` returns:
+    results do not depend on it. All copies run in order on the copy lane, so prefetched units are read before the next
+    layer's replace them.
 
     counts  entries needed; of these cached, covered (prefetched), missing; entries guessed; entries covered by
             prefetches that had ended before the device waited for them ("in_time"); prefetches ("ahead");
@@ -111,20 +111,20 @@ class Prefetcher:
         table[:, -1].fill_(-1)
 
     def mark(self) -> Hashable:
-        """Return addresses and shapes of what `codes`, `foretell`, `keep` use; while equal, a graph can be replayed."""
+        """Return addresses and shapes of what `codes`, `predict_codes`, `keep` use; while equal, a graph can be replayed."""
         return tuple((one.data_ptr(), one.shape) for one in (self._known, self._tables, self._cached))
 
     def codes(self, layer: int, entries: Tensor) -> Tensor:
         """Return codes [n] long of where (host, window, cache, prefetched) each unit (frame) of `entries` [n] is."""
         return self._tables[layer][entries]
 
-    def foretell(self, layer: int, entries: Tensor) -> Tensor:
+    def predict_codes(self, layer: int, entries: Tensor) -> Tensor:
         """Return codes [n], for `prefetch`, of those of `entries` [n] (-1: none) that are only on the host; -1 for others.
         From now on `codes` returns for these the places to which `prefetch` copies them."""
-        return clusters.foretold(self._tables[layer], entries, self._known[:1], self._known[1:])
+        return clusters.host_slots(self._tables[layer], entries, self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
-        """Start to copy the units (frames) that `foretell` predicted for a layer from the host."""
+        """Start to copy the units (frames) that `predict_codes` predicted for a layer from the host."""
         if len(wanted) > self._sizes[AHEAD]:
             self._sizes[AHEAD], self._listed = len(wanted), None
             old = self._places.pop(AHEAD, None)

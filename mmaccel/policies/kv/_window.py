@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.dense_attend import paid
+from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, at_least, limited
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.core.memory.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.kv import CacheSlot, Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [1, G, n, D]."""
@@ -29,7 +29,7 @@ Look = tuple[Tensor, int]
 """What a layer looked at: the units [k] that it recalled, and the first local one."""
 
 OWN = 1 / 6
-"""What is left of a row by itself behind all layers (`Rows.reached`); measured, see lab/LOG.md."""
+"""What is left of a row by itself behind all layers (`QuestionRows.reached`); measured, see lab/LOG.md."""
 
 WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 
@@ -81,7 +81,7 @@ UnitsOf = Callable[[int, Tensor], Tensor]  # of a layer's shares [n, N] of colum
 
 
 @dataclass(eq=False)
-class Asked:
+class QuestionView:
     """What a question sees at one layer: keys with RoPE and values, with spare room; `base` columns come before the
     question, of which `seen` units (frames), after `few` summary tokens; `bias` is that of `KVView`."""
 
@@ -287,7 +287,7 @@ def attention(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(rows, count, device=key.device)
     for first in range(0, rows, step):
         some = slice(first, first + step)
-        out[some] = paid(query[:, some], key, at[some], key.shape[2] ** -0.5, bias)
+        out[some] = mean_weights(query[:, some], key, at[some], key.shape[2] ** -0.5, bias)
     return out
 
 
@@ -297,7 +297,7 @@ class _Row(NamedTuple):
     turned: bool
 
 
-class Rows:
+class QuestionRows:
     """The queries of a question's rows at each layer, from its first word on, kept to compute evidence after the question.
 
     Before `reached` is called, it only copies queries, whose buffers the next question overwrites.
@@ -323,7 +323,7 @@ class Rows:
         # The rows before may be many, those of a unit not yet complete: they would stay with it, layer by layer.
         self._rows[layer] = _Row(own.clone() if turned else own, slot, turned)
 
-    def seen_only(self, layer: int, columns: Tensor) -> None:
+    def note_shown_columns(self, layer: int, columns: Tensor) -> None:
         """Record that of the columns before the question, `layer` showed only `columns` [k]."""
         if (row := self._rows.get(layer)) is not None:
             bias = row.slot.key.new_full((row.slot.column,), -torch.inf, dtype=torch.float32)
@@ -383,9 +383,9 @@ class Rows:
         return made / made.sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, Seen]:
-    """Return the evidence, unit (frame) -> `Seen`, from what each layer attended to and each unit's share in the answer,
-    `reached` [count].
+def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, UnitEvidence]:
+    """Return the evidence, unit (frame) -> `UnitEvidence`, from what each layer attended to and each unit's share in the
+    answer, `reached` [count].
 
     Also has units that no layer attended to, if they have more than an even share, through their summary tokens.
     """
@@ -395,6 +395,6 @@ def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[in
     parts = [None] * count if reached is None else reached.tolist()
     far = [number for number, part in enumerate(parts) if part is not None and part * count > 1]
     return {
-        one: Seen((recalled[one] + local[one]) / layers, recalled[one] / layers, parts[one])
+        one: UnitEvidence((recalled[one] + local[one]) / layers, recalled[one] / layers, parts[one])
         for one in sorted({*recalled, *local, *far})
     }

@@ -15,7 +15,15 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.memory.kv import KVState, KVView, Seen, Stream, StreamPolicy, StreamState, grow_buffer
+from mmaccel.core.memory.kv import (
+    KVState,
+    KVView,
+    Stream,
+    StreamPolicy,
+    StreamState,
+    UnitEvidence,
+    grow_buffer,
+)
 from mmaccel.core.memory.relay import relay
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import Pair, PassState
@@ -132,13 +140,13 @@ class FullState(LayeredState):
         self._lent = set[int]()
 
     def lent(self) -> FullState:
-        """Return a state with these columns that may append others until `given_back`; this one then writes to copies."""
+        """Return a state with these columns that may append others until `end_sharing`; this one then writes to copies."""
         other = copy.copy(self)
         other._counts, other._buffers, other._lent = list(self._counts), list(self._buffers), set()
         self._lent = set(range(len(self._buffers)))
         return other
 
-    def given_back(self, other: FullState) -> None:
+    def end_sharing(self, other: FullState) -> None:
         """End the sharing with a state from `lent`; buffers that it enlarged are kept."""
         for layer in self._lent:
             self._buffers[layer] = other._buffers[layer]
@@ -254,9 +262,9 @@ class WholeStream(PassState):
     def seen(self, layer: int) -> Tensor | None:
         return torch.arange(self._count * self.stream.unit, device=self.device)
 
-    def evidence(self) -> dict[int, Seen]:
+    def evidence(self) -> dict[int, UnitEvidence]:
         """Return all units (frames) as evidence, since every layer sees all of them."""
-        return {number: Seen(1.0, 0.0, None) for number in range(self._count)}
+        return {number: UnitEvidence(1.0, 0.0, None) for number in range(self._count)}
 
     def counters(self) -> dict[str, float]:
         return {**super().counters(), "units": float(self._count), "resident": float(self._count)}
@@ -298,7 +306,7 @@ class FullStream(WholeStream):
         return taken  # type: ignore[no-any-return]
 
     def _answered(self, taken: Any) -> None:
-        self._state.given_back(taken._state)
+        self._state.end_sharing(taken._state)
 
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         self._state.append(layer, key, value)

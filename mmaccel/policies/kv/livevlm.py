@@ -12,7 +12,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import Limit, at_least, between, limited
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
+from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
 
 
 @register("kv", "livevlm")
@@ -52,10 +52,10 @@ class LiveVLM(TokenPolicy):
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        return LiveMemory(self, stream, geometry, model, device)
+        return LiveVLMMemory(self, stream, geometry, model, device)
 
 
-class LiveMemory(TokenMemory):
+class LiveVLMMemory(TokenMemory):
     """The stream memory of `livevlm`: selected older tokens, and all tokens of the last `recent` units (frames)."""
 
     _pages = _questions = 0
@@ -92,7 +92,7 @@ class LiveMemory(TokenMemory):
             rest = torch.arange(old, held.column.shape[0], device=kept.device)
             self._keep(layer, torch.cat([kept, rest]))
 
-    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int]:
+    def _pick(self, layer: int, query: Tensor, held: HeldTokens) -> tuple[Tensor | None, int]:
         size = self.policy.page
         begin = max(self._count - self.recent, 0)
         old = max(held.column.shape[0] - self.recent * self.stream.unit, 0)

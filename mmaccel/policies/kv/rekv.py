@@ -17,7 +17,7 @@ from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
-from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey
+from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchTables
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
 
@@ -44,7 +44,7 @@ class FrameIndex(Index):
             self.value = pad(self.value[:, rows], (0, 0, 0, more))
         self.time, self._units = self.time[:, :0], len(kept)
 
-    def _survey(self, end: int) -> Survey:
+    def _survey(self, end: int) -> SearchTables:
         room, rows = self.key.shape[1], self._at.below(end)
         number = torch.arange(room, device=self.device)
         gone = grow_buffer(self.absent, 0, room, fill=0, share=0.0)[:room]
@@ -60,7 +60,7 @@ class FrameIndex(Index):
         fixed = {name: self._fix(name, row.expand(self.layers, -1)) for name, row in made.items()}
         owner, within, flat, size = fixed.values()
         lists = clusters.Lists(owner, within, flat, flat, size, 1)
-        return Survey(lists=lists, alive=[count] * self.layers, ready=self.summaries, **told)
+        return SearchTables(lists=lists, alive=[count] * self.layers, ready=self.summaries, **told)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
         return self.key.transpose(0, 1), layer, lambda units: self.key[layer, units].float()

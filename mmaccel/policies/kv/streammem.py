@@ -14,7 +14,7 @@ from mmaccel.core.errors import between, limited
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
+from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
 
 MERGED = 8
 """Units of the clips within which units are merged."""
@@ -52,10 +52,10 @@ class StreamMem(TokenPolicy):
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        return ProxyMemory(self, stream, geometry, model, device)
+        return StreamMemMemory(self, stream, geometry, model, device)
 
 
-class ProxyMemory(TokenMemory):
+class StreamMemMemory(TokenMemory):
     """The stream memory of `streammem`: tokens are selected anew after each clip, by the attention of the first proxy pass.
 
     chosen, whole  units at the last selection, and the first unit that has lost no token yet
@@ -132,7 +132,7 @@ class ProxyMemory(TokenMemory):
             self._facts["prototypes"] += count / self.geometry.layers
         return True
 
-    def _prototypes(self, held: Held, score: Tensor) -> Held:
+    def _prototypes(self, held: HeldTokens, score: Tensor) -> HeldTokens:
         """One token of each unit that has lost none yet: the last ones held."""
         P = self.stream.unit
         count = min(self._count - self._facts["whole"], self.budget)
@@ -143,9 +143,9 @@ class ProxyMemory(TokenMemory):
             last = side[:, :, -count * P :].reshape(*side.shape[:2], count, P, side.shape[3]).float()
             sides.append((last * weight).sum(3).to(side.dtype))
         units = torch.arange(self._count - count, self._count, device=held.column.device)
-        return Held(sides[0], sides[1], units * P + P // 2)
+        return HeldTokens(sides[0], sides[1], units * P + P // 2)
 
-    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int]:
+    def _pick(self, layer: int, query: Tensor, held: HeldTokens) -> tuple[Tensor | None, int]:
         return None, self._count
 
     def checkpoint(self) -> Any:

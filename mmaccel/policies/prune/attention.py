@@ -32,7 +32,7 @@ class AttentionPrune(QuotaPruner):
 
     stage: ClassVar = "draft"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
+    no_tensor_parallel: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     mass: float = limited(0.4, SHARE)
     variation: bool = False

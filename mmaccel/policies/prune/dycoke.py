@@ -46,7 +46,7 @@ class DyCoke(TokenPruner):
     refresh: float = limited(0.9, between(-1, 1, "a cosine, -1 to 1"))
 
     @property
-    def unsharded(self) -> str | None:  # type: ignore[override]
+    def no_tensor_parallel(self) -> str | None:  # type: ignore[override]
         return "forgets by the attention of all heads" if self.forget else None
 
     def stages(self, depth: int) -> tuple[Stage, ...]:

@@ -25,7 +25,7 @@ class FastV(ScorePruner):
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
+    no_tensor_parallel: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     retention: float = 0.5
     layer: int = limited(2, Limit(lambda layer: layer >= 1, "1 or more, for a layer before it must rank"))

@@ -29,7 +29,7 @@ class PyramidDrop(ScorePruner):
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
+    no_tensor_parallel: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     retention: float = 0.5
     stages_at: tuple[float, ...] = (0.25, 0.5, 0.75)

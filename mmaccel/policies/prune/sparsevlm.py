@@ -54,7 +54,7 @@ class SparseVLM(TokenPruner):
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden", "attention"})
-    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
+    no_tensor_parallel: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     retention: tuple[float, ...] = (300 / 576, 200 / 576, 110 / 576)
     layers: tuple[int, ...] | None = None

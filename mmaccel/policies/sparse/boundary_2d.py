@@ -60,8 +60,8 @@ class Boundary(RegionPattern):
         return any(pattern and pattern.adaptive for row in self.groups.values() for pattern in row.values())
 
     def layer_parts(self, layer: LayerInputs) -> list[Part]:
-        census = layer.q_layout.census
-        return [p for q in self.groups if q is None or census[q] for p in self._parts(layer, q)]
+        max_tokens_of = layer.q_layout.max_tokens_of
+        return [p for q in self.groups if q is None or max_tokens_of[q] for p in self._parts(layer, q)]
 
     def _parts(self, layer: LayerInputs, q: int | None) -> list[Part]:
         """The parts of one group of queries."""
@@ -70,7 +70,7 @@ class Boundary(RegionPattern):
         spans: list[KeySpan] = []
         number, region = 0, None
         for k, pattern in self.groups[q].items():
-            if pattern is None or (k is not None and not layer.k_layout.census[k]):
+            if pattern is None or (k is not None and not layer.k_layout.max_tokens_of[k]):
                 continue
             region = layer.region(q, k)
             made = pattern.cached_parts(region)
@@ -104,9 +104,9 @@ class Boundary(RegionPattern):
         (queries, keys), share, total = layouts, seen_share(n_query, n_key), 0.0
         layer = LayerInputs.of_layouts(queries, keys, self.block)
         for q, patterns in self.groups.items():
-            rows = n_query if q is None else queries.census[q]
+            rows = n_query if q is None else queries.max_tokens_of[q]
             for k, pattern in patterns.items():
-                among = n_key if k is None else keys.census[k]
+                among = n_key if k is None else keys.max_tokens_of[k]
                 if pattern is not None and rows and among:
                     total += pattern.estimate_blocks(rows, among, share, layer.region(q, k))
         return total

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.lines import line_sums, reduces, row_totals
+from mmaccel.backends.ops.lines import has_kernel, line_sums, row_totals
 
 Score = Literal["contrast", "mean", "sum"]
 """How the lines of one class are weighed together."""
@@ -52,7 +52,7 @@ class SampleLayout:
         return torch.arange(self.seen.shape[1], device=self.at.device) < self.at[..., None]
 
     @cached_property
-    def askers(self) -> Tensor:
+    def query_counts(self) -> Tensor:
         """[B, 1, n] float32: number of sampled queries that see column j (or have a key on diagonal j), at least 1."""
         column = torch.arange(self.seen.shape[1], device=self.at.device)
         return (column <= self.at[..., None]).sum(1, keepdim=True).clamp(min=1).float()
@@ -86,7 +86,7 @@ class LastQueries:
     @property
     def fused(self) -> bool:
         """Whether a fused kernel reduces the attention weights without storing them."""
-        return self.query.is_cuda and reduces(self.query.device, self.query.dtype, *self.query.shape[2:])
+        return self.query.is_cuda and has_kernel(self.query.device, self.query.dtype, *self.query.shape[2:])
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, int, bool]:
@@ -117,7 +117,7 @@ class LastQueries:
         """Return attention weights summed along columns and along diagonals (query minus key position), each [B, H, n]
         float32.
 
-        The sums are over queries; divided by `askers`, they are means over the queries that have a key there.
+        The sums are over queries; divided by `query_counts`, they are means over the queries that have a key there.
         """
         if self.fused and self.sample.runs <= ROUNDS:
             column, diagonal = line_sums(*self.operands)

@@ -264,14 +264,14 @@ def _apart(layout: TokenLayout, modality: int | None) -> int | None:
     """None for a modality that all tokens are of: their order is that of the whole."""
     if modality is None:
         return None
-    others = sum(count for m, count in layout.census.items() if m != modality)
-    return modality if others or not layout.census[modality] else None
+    others = sum(count for m, count in layout.max_tokens_of.items() if m != modality)
+    return modality if others or not layout.max_tokens_of[modality] else None
 
 
 def _order(layout: TokenLayout, modality: int | None, block: int) -> TokenOrder:
     if modality is None:
         return natural(layout, block=block)
-    return natural(layout, layout.modality == modality, block=block, size=layout.census[modality])
+    return natural(layout, layout.modality == modality, block=block, size=layout.max_tokens_of[modality])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,7 @@ class PerHead(SparsePattern):
                 f"per_head: table {self.table!r} was searched on other weights of this architecture; "
                 "run `mmaccel search` on this model for patterns that fit its heads."
             )
-        shape = adapter.whole_geometry(whole)
+        shape = adapter.global_geometry(whole)
         for layer, heads in self._named.items():
             if layer >= shape.layers:
                 raise RecipeError(
@@ -168,7 +168,7 @@ class PerHead(SparsePattern):
                     f"per_head: table[{layer}] has head {max(heads)}; the model has heads 0 to {shape.heads - 1}."
                 )
         bound = replace(self)
-        object.__setattr__(bound, "heads", adapter.own_heads(whole))
+        object.__setattr__(bound, "heads", adapter.local_heads(whole))
         return bound
 
     def at(self, layer: int) -> SparsePattern:

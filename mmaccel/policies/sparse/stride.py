@@ -79,7 +79,7 @@ def strided_classes(
     """
     layout, n, at = sample.sample, sample.width, sample.at[:, -1]
     # There is a diagonal of each distance at which the last query sees a column.
-    value = standing(torch.stack(sample.lines()) / layout.askers, layout.seen, search.score)
+    value = standing(torch.stack(sample.lines()) / layout.query_counts, layout.seen, search.score)
     columns, diagonals = value
     low, high = search.low, max(search.low, min(search.most, search.keys // 3))
     width = min(n, REACH * high)
@@ -104,7 +104,7 @@ def strided_classes(
     number = torch.where((keys.row >= 0)[:, None], keys.rank[:, None] % stride, search.most)
     own, classes = number[..., :n], search.most + 1
     line, shift = class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
-    dense = evenest(sample.entropy(), sample.at, own, classes) if search.rows else line
+    dense = most_even_class(sample.entropy(), sample.at, own, classes) if search.rows else line
     return Classes(number, stride, line, dense, shift, most_keys(search.keys, low), classes)
 
 
@@ -216,14 +216,14 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
         order = pairing.order, pairing.start, pairing.own, pairing.members, frames.stride[:, 0, 0]
         line, shift, spread = class_phases(*sample.operands, order, search.score, search.rows)
         line, shift = sample.spread(line), sample.spread(shift)
-        dense = evenest(sample.spread(spread), sample.at, own, classes) if search.rows else line
+        dense = most_even_class(sample.spread(spread), sample.at, own, classes) if search.rows else line
     else:
         # What each query gives to each class of keys, its own key left out: that one is heavy whatever the phase.
         before = layout.before()[:, None]
         bins = own[:, :, None].expand(*before.shape)
         lines, shifts = [], []
         for weight in sample.weights():
-            value = standing(weight.sum(2) / layout.askers, layout.seen, search.score)
+            value = standing(weight.sum(2) / layout.query_counts, layout.seen, search.score)
             lines.append(
                 class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
             )
@@ -233,12 +233,12 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
             score = total if search.score == "sum" else total / pairing.members[:, None].clamp(min=1)
             shifts.append(score.argmax(-1, keepdim=True))
         line, shift = torch.cat(lines, 1), torch.cat(shifts, 1)
-        dense = evenest(sample.entropy(), sample.at, own, classes) if search.rows else line
+        dense = most_even_class(sample.entropy(), sample.at, own, classes) if search.rows else line
     most, whole = (frames.most_keys, frames) if frames.whole else (most_keys(search.keys, search.low), None)
     return Classes(frames.number, frames.stride, line, dense, shift, most, classes, whole)
 
 
-def evenest(spread: Tensor, at: Tensor, number: Tensor, classes: int) -> Tensor:
+def most_even_class(spread: Tensor, at: Tensor, number: Tensor, classes: int) -> Tensor:
     """Return [B, H, 1]: the class whose queries, at ranks `at` [B, L], have the largest mean entropy `spread` [B, H, L]."""
     at = at[:, None]
     own = number.gather(2, at.clamp(min=0).expand(-1, number.shape[1], -1)).long()

@@ -18,7 +18,7 @@ import torch
 import mmaccel
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.watching import DraftStream, Watching
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.decoding.worker import OWN, READY, Blob, Message, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import policy
@@ -265,8 +265,8 @@ def parallel(process: bool) -> Parallel:
     return Parallel(model=f"{NAME}-draft", window=4, process=process)
 
 
-def watching(kv: str = "mosaic") -> Watching:
-    return Watching(pair(NAME)[1], policy("kv", TIGHT[kv]), None)
+def watching(kv: str = "mosaic") -> DraftStreamSettings:
+    return DraftStreamSettings(pair(NAME)[1], policy("kv", TIGHT[kv]), None)
 
 
 def take(stream: DraftStream, frames: torch.Tensor, start: float) -> None:

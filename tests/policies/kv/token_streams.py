@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.contract.memory import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel, draw
+from mmaccel.contract.memory import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, RotaryModel, draw
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamPolicy
 from mmaccel.policies.kv._tokens import TokenMemory
@@ -16,7 +16,7 @@ from mmaccel.policies.kv._tokens import TokenMemory
 CPU = torch.device("cpu")
 
 
-WHEEL = Wheel()
+WHEEL = RotaryModel()
 
 
 def places(axes: int = 1, limit: int = 10**6) -> PositionIds:

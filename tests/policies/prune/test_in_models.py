@@ -22,7 +22,7 @@ from mmaccel.core.prefill.prune import PrefillPass, Probe, TokenPruner, candidat
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, SequenceMeter
 from mmaccel.models.install import Hooks
-from mmaccel.models.signals import Ear, Listener, VisionProbe, hear, paid
+from mmaccel.models.signals import HiddenStateHook, SignalProbe, VisionProbe, hook_hidden_states, mean_weights
 from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -46,7 +46,7 @@ LISTENERS: dict[str, TokenPruner] = {
 def listening(model: Any, *pruners: TokenPruner) -> Iterator[Accelerated]:
     """`model` accelerated densely, whose layers can be read by `pruners`."""
     with mmaccel.accelerate(model) as fast, Hooks() as hooks:
-        hear(hooks, fast.adapter.layers(model), *pruners)
+        hook_hidden_states(hooks, fast.adapter.layers(model), *pruners)
         yield fast
 
 
@@ -94,7 +94,7 @@ def test_signals_are_the_model_s_own(family: str, shallow: Any, name: str, kind:
         places = fast.adapter.positions(shallow, inputs)
         S = layout.length
         cuts = {"one": [S], "chunks": [*range(5, S, 9), S], "video, then text": [rows[0], S]}[passes]
-        listener = Listener(fast, pruner, layout, told.append)
+        listener = SignalProbe(fast, pruner, layout, told.append)
         cache, begin = None, 0
         for end in cuts:
             piece = {"inputs_embeds": embeds[:, begin:end], "position_ids": places[..., begin:end]}
@@ -122,7 +122,7 @@ def test_it_is_told_while_later_layers_still_run(family: str, shallow: Any) -> N
             layer.register_forward_hook(lambda m, a, o, i=i: when.append(f"layer {i}"))
             for i, layer in enumerate(fast.adapter.layers(shallow))
         ]
-        fast(**inputs, **read_by(Listener(fast, pruner, layout, lambda columns: when.append("told"))))
+        fast(**inputs, **read_by(SignalProbe(fast, pruner, layout, lambda columns: when.append("told"))))
         for hook in hooks:
             hook.remove()
     assert when == ["layer 0", "layer 1", "told", "layer 2", "layer 3"]
@@ -188,14 +188,14 @@ def test_a_pruner_that_fails_ends_the_draft_and_not_the_target(
         assert "out of memory" in str(fast.report())
         layout = fast.adapter.layout(shallow, inputs)
         with pytest.raises(RuntimeError, match="out of memory"):
-            fast(**inputs, **read_by(Listener(fast, pruner, layout, print)))
+            fast(**inputs, **read_by(SignalProbe(fast, pruner, layout, print)))
 
 
 def test_paid_is_causal_softmax_attention() -> None:
     g = torch.Generator().manual_seed(0)
     query, key = torch.randn(6, 3, 8, generator=g), torch.randn(2, 10, 8, generator=g)
     at = torch.tensor([2, 5, 9])
-    got = paid(query, key, at, 0.3)
+    got = mean_weights(query, key, at, 0.3)
     for n, column in enumerate(at.tolist()):
         rows = [(query[h, n] @ key[h // 3, : column + 1].T * 0.3).softmax(-1) for h in range(6)]
         torch.testing.assert_close(got[n, : column + 1], torch.stack(rows).mean(0))
@@ -227,7 +227,7 @@ def test_it_chooses_among_what_the_read_layers_hold(
             for i, layer in enumerate(layers)
         ]
         layout = fast.adapter.layout(model, inputs)
-        listener = Listener(fast, pruner, layout, told.append)
+        listener = SignalProbe(fast, pruner, layout, told.append)
         cache = fast(**inputs, **{NOTE: Note(probes=(listener,))}).past_key_values
         for handle in handles:
             handle.remove()
@@ -258,7 +258,7 @@ def test_a_pruner_that_hears_nothing_is_told_of(family: str, model: Any, monkeyp
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
     draft = {"name": "parallel", "model": copy.deepcopy(model), "process": False, "prune": UVPrune(layer=2)}
-    monkeypatch.setattr(Ear, "__call__", lambda self, *given: None)
+    monkeypatch.setattr(HiddenStateHook, "__call__", lambda self, *given: None)
     with mmaccel.accelerate(model, draft=draft) as fast:
         with pytest.warns(MmaccelWarning, match="prune 'uv' received nothing"):
             assert torch.equal(model.generate(**inputs, **options), plain)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.contract.prefill import signals_for
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import Stage, thin
-from mmaccel.models.signals import received
+from mmaccel.models.signals import received_attention
 from mmaccel.policies.prune import (
     AttentionPrune,
     DyCoke,
@@ -349,7 +349,7 @@ def test_visionzip_takes_all_frames_at_once() -> None:
             pruner.cut(signals, layout, stage)
         query, key = torch.randn(2, many, 2, 16, 8)
         with ops:
-            received(query, key, 0.3)
+            received_attention(query, key, 0.3)
         counts.append(ops.count)
     assert counts[0] == counts[1]
 

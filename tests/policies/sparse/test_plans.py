@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmaccel.backends import select
 from mmaccel.backends.ops import operator
 from mmaccel.backends.ops.block_attend import empty_output, remember
-from mmaccel.backends.ops.lines import reduces
+from mmaccel.backends.ops.lines import has_kernel
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.merge_heads import merge_plans
@@ -104,7 +104,7 @@ def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyP
     first = pattern.plan(query, key, queries, layout)
     other, _, _ = Scene(SCENE.sequences, start, seed=5).tensors()
     monkeypatch.setattr(torch.Tensor, "tolist", no_lists)
-    monkeypatch.setattr(operator, "traced", lambda: False)  # the plain forms are looked into
+    monkeypatch.setattr(operator, "is_traced", lambda: False)  # the plain forms are looked into
     with NoReads():
         plan = pattern.plan(other, key, queries, layout)
         if plan is not None:
@@ -158,7 +158,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The planners ask as on a GPU, and are told that kernels run."""
     monkeypatch.setattr(operator, "why_not", untraceable)
     monkeypatch.setattr(operator, "find_spec", lambda name: untraceable(name) or name)
-    told = property(lambda self: reduces(self.query.device, self.query.dtype, *self.query.shape[2:]))
+    told = property(lambda self: has_kernel(self.query.device, self.query.dtype, *self.query.shape[2:]))
     monkeypatch.setattr(LastQueries, "fused", told)
     operator.usable.cache_clear()  # type: ignore[attr-defined]
     yield
@@ -169,7 +169,7 @@ def test_a_graph_of_any_length_asks_what_a_device_is(fused: None) -> None:
     """A length that a tracer leaves open is no constant, and what a device is asked is one."""
     torch._dynamo.reset()
     asked = torch.compile(
-        lambda query: query + 1 if reduces(query.device, query.dtype, *query.shape[2:]) else query * 0,
+        lambda query: query + 1 if has_kernel(query.device, query.dtype, *query.shape[2:]) else query * 0,
         backend="eager", fullgraph=True, dynamic=True,
     )  # fmt: skip
     for rows in (64, 17, 200):

@@ -23,7 +23,7 @@ from mmaccel.backends.triton.prefill.kernel import (
     places_on,
     split_outputs,
 )
-from mmaccel.backends.triton.prefill.lists import paired
+from mmaccel.backends.triton.prefill.lists import join_pairs
 from mmaccel.core.errors import RecipeError
 
 PAIRS = 200 << 10
@@ -82,7 +82,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         # cannot share it with another head.
         if q_row.shape[-1] // block_q % 2:
             q_row, *q_pos = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_pos))
-        row, block_q, P = [paired(r) for r in row], 2 * block_q, q_row.shape[-1]
+        row, block_q, P = [join_pairs(r) for r in row], 2 * block_q, q_row.shape[-1]
     size, value_size = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(DV))
     # Queries and sums of 128 rows of larger heads exceed shared memory.
     most = 64 if value_size > 256 else 128
@@ -119,7 +119,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         and lists == H
         and not all(plain)
         and block_q == block_k == hopper_launch.BOX
-        and hopper_launch.suits(query, key, value, hopper_launch.ROWS, block_k, positions)
+        and hopper_launch.supports(query, key, value, hopper_launch.ROWS, block_k, positions)
     ):
         short = hopper_launch.joint_attend((query, key, value), q_row, spans, scale, chunk, (out, lse))
         if short is None:
@@ -148,7 +148,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     engine = (
         not part.extra
         and short is None
-        and hopper_launch.suits(query, key, value, tall * pack, block_k, positions)
+        and hopper_launch.supports(query, key, value, tall * pack, block_k, positions)
     )
     if engine:
         short = hopper_launch.launch(

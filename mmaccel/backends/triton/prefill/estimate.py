@@ -313,15 +313,15 @@ def classes_kernel(
                 weight = weight / MEMBERS
             if not TESTED:
                 of_keys += weight
-                askers = L.to(tl.float32)
+                query_counts = L.to(tl.float32)
             else:
                 seen = there[:, None] & (place[:, None] <= place_of[None, :])
                 weight = tl.where(seen, weight, 0.0)
                 of_keys += tl.where(place[:, None] < place_of[None, :], weight, 0.0)
-                askers = tl.maximum(tl.sum(seen.to(tl.float32), 1), 1.0)
+                query_counts = tl.maximum(tl.sum(seen.to(tl.float32), 1), 1.0)
             if ROWS:
                 entropy -= weight * tl.log(tl.where(weight > 0, weight, 1.0))
-            value = tl.sum(weight, 1) / askers
+            value = tl.sum(weight, 1) / query_counts
             if SCORE == "contrast":
                 # From what an even spread counts for, so that nothing is lost where all are near it.
                 value = tl.log((value * (last + 1) + 0.1) / 1.1)

@@ -54,7 +54,7 @@ FRESH = gl.constexpr(2)
 
 
 @gluon.jit
-def told(span, field: gl.constexpr):
+def fact(span, field: gl.constexpr):
     """Load the fact `field` (one of `FIELDS`) of a span, whose table row starts at the address `span`."""
     return gl.load(span + field)
 
@@ -62,7 +62,7 @@ def told(span, field: gl.constexpr):
 @gluon.jit
 def list_of(span, b, h, m, begun, first, last, PER: gl.constexpr):
     """The run of entries of a block list in one span, which of them this program processes, and in how many steps."""
-    at = told(span, 0).to(gl.pointer_type(gl.int64)) + b * told(span, 1) + h * told(span, 2) + m * 5
+    at = fact(span, 0).to(gl.pointer_type(gl.int64)) + b * fact(span, 1) + h * fact(span, 2) + m * 5
     begin, count = gl.load(at), gl.load(at + 1).to(gl.int32)
     head, tail = gl.load(at + 2).to(gl.int32), gl.load(at + 3).to(gl.int32)
     shift = gl.load(at + 4).to(gl.int32)
@@ -107,7 +107,7 @@ def where_of(row, tile, M, shape):
 
 
 @gluon.jit
-def bring(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr):
+def fetch(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr):
     """Load 64 rows by TMA, from the tensor itself or, where they are not adjacent there, from their copies. Boxes of 64
     columns go to every APART-th slot of `ring` from `first` on."""
     for c in gl.static_range(CHUNKS):
@@ -146,7 +146,7 @@ def rows_of(place, which: gl.constexpr, layout: gl.constexpr, shape):
 
 
 @gluon.jit
-def partly(p):
+def by_lane(p):
     """Sum each row of p [64, n] over the elements that one thread holds: [64, 4], as four threads share a row."""
     return gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
 
@@ -265,9 +265,9 @@ def produce(
                 )
                 begun += count
                 if steps > 0:
-                    index = told(span, 3)
-                    homes = told(span, 16).to(gl.pointer_type(gl.int32))
-                    homes += b * told(span, 17) + h * told(span, 18) + g * told(span, 19)
+                    index = fact(span, 3)
+                    homes = fact(span, 16).to(gl.pointer_type(gl.int32))
+                    homes += b * fact(span, 17) + h * fact(span, 18) + g * fact(span, 19)
                     for j in range(steps):
                         left, right = pair_of(index, begin, low + j * PER, high, shift, PER)
                         if PER == 1:
@@ -277,15 +277,15 @@ def produce(
                         mbarrier.wait(k_free.index(stage), ((step // STAGES) & 1) ^ 1)
                         mbarrier.expect(k_full.index(stage), BYTES)
                         box, full = stage * CHUNKS * 2, k_full.index(stage)
-                        bring(k_own, k_copies, left, at_own, column, k_boxes, full, box, CHUNKS, 2)
-                        bring(k_own, k_copies, right, at_own, column, k_boxes, full, box + 1, CHUNKS, 2)
+                        fetch(k_own, k_copies, left, at_own, column, k_boxes, full, box, CHUNKS, 2)
+                        fetch(k_own, k_copies, right, at_own, column, k_boxes, full, box + 1, CHUNKS, 2)
                         step += 1
                         stage = step % STAGES
                         mbarrier.wait(v_free.index(stage), ((step // STAGES) & 1) ^ 1)
                         mbarrier.expect(v_full.index(stage), BYTES)
                         box, full = stage * CHUNKS * 2, v_full.index(stage)
-                        bring(v_own, v_copies, left, at_own, column, v_boxes, full, box, CHUNKS, 2)
-                        bring(v_own, v_copies, right, at_own, column, v_boxes, full, box + 1, CHUNKS, 2)
+                        fetch(v_own, v_copies, left, at_own, column, v_boxes, full, box, CHUNKS, 2)
+                        fetch(v_own, v_copies, right, at_own, column, v_boxes, full, box + 1, CHUNKS, 2)
     _tell(words, barriers, turn, -1, 0, 0)
 
 
@@ -304,9 +304,9 @@ def _after(step):
 def _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER: gl.constexpr):
     """From which step to which nothing need be tested; past the last, twice, where that cannot be told of a whole run."""
     first, past = gl.maximum(head, low), gl.minimum(tail, high)
-    counts = told(span, 4).to(gl.pointer_type(gl.int32)) + b * told(span, 5) + h * told(span, 6)
+    counts = fact(span, 4).to(gl.pointer_type(gl.int32)) + b * fact(span, 5) + h * fact(span, 6)
     past = gl.maximum(past, first)
-    form = told(span, 7)
+    form = fact(span, 7)
     if form == WHOLE:
         unsure = gl.load(counts)
     else:
@@ -344,9 +344,9 @@ def _softmax(
     floor = gl.where(top == float("-inf"), 0.0, top)
     p = gl.exp2(score * scale - gl.expand_dims(floor, 1))
     fade = gl.exp2(peak - floor)
-    total = total * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout)), 1) + partly(
-        p
-    )
+    total = total * gl.expand_dims(
+        gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout)), 1
+    ) + by_lane(p)
     p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = warpgroup_mma_wait(0, deps=(acc,))
     stage, _ = _place(step, STAGES)
@@ -419,7 +419,7 @@ def consume(
         head_of, mine, at_place, at = rows_of(place, which, line, shape)
         peak = gl.full([64], float("-inf"), gl.float32, line)
         acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-        total = partly(nothing)
+        total = by_lane(nothing)
         weights = gl.convert_layout(nothing.to(q_buf.dtype), p_layout)
         begun = gl.to_tensor(0)
         for s in range(n_spans):
@@ -429,16 +429,16 @@ def consume(
             )
             begun += count
             if steps > 0:
-                index = told(span, 3)
-                places = told(span, 8).to(gl.pointer_type(gl.int32)) + b * told(span, 9) + h * told(span, 10)
-                lo = told(span, 14).to(gl.int32)
-                width = (told(span, 15).to(gl.int32) - lo).to(gl.uint32)
+                index = fact(span, 3)
+                places = fact(span, 8).to(gl.pointer_type(gl.int32)) + b * fact(span, 9) + h * fact(span, 10)
+                lo = fact(span, 14).to(gl.int32)
+                width = (fact(span, 15).to(gl.int32) - lo).to(gl.uint32)
                 # Counted from the lower end of the range, what is outside is above its width on either side; rows before
                 # all keys stand right before the first, from where the place of an absent key is still told from one in
                 # the range.
                 q_place = gl.maximum(gl.load(places + at_place) - lo, -1)
                 places = (
-                    told(span, 11).to(gl.pointer_type(gl.int32)) + b * told(span, 12) + h * told(span, 13)
+                    fact(span, 11).to(gl.pointer_type(gl.int32)) + b * fact(span, 12) + h * fact(span, 13)
                 )
                 from_step, to_step = _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER)
                 for turn_of in range(2):

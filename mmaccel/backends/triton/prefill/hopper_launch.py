@@ -24,10 +24,10 @@ from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import KeySpan
-from mmaccel.backends.ops.block_lists import broad
+from mmaccel.backends.ops.block_lists import lead_sizes
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.kernel import LEAST_CHUNK, Work, merge_kernel, places_on, split_outputs
-from mmaccel.backends.triton.prefill.lists import unsure
+from mmaccel.backends.triton.prefill.lists import count_masked
 
 BOX = 64  # keys of a block of the copy engine
 FAR = 2**31 - 1  # the place of what is not there
@@ -110,7 +110,7 @@ def copy_kernel(
 
 
 @dataclass(frozen=True)
-class Homes:
+class KeyLocations:
     """Where TMA reads the keys and values of each key block of the spans.
 
     home    for each span [b, x, blocks of 64] int32, x the groups if all heads share its keys, else the heads (1 if it is in
@@ -129,7 +129,7 @@ class Homes:
     @classmethod
     def of(
         cls, key: Tensor, value: Tensor, spans: Sequence[KeySpan], heads: int, most: int | None = None
-    ) -> Homes:
+    ) -> KeyLocations:
         """Find or copy the blocks of `spans` in keys and values [B, G, S, D]; copies take at most `most` bytes, by default a
         share of the device's memory."""
         most = operators.resources(key.device).memory // SHARE if most is None else most
@@ -179,7 +179,7 @@ def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
 
 
 def _beyond(row: Tensor, place: Tensor) -> Tensor:
-    b, h = broad(row, place)
+    b, h = lead_sizes(row, place)
     out = torch.empty(b, h, row.shape[2], dtype=torch.int32, device=row.device)
     grid = (triton.cdiv(row.shape[2], 1024), h, b)
     place_kernel[grid](
@@ -199,7 +199,7 @@ class View(NamedTuple):
     column: int
 
 
-def viewed(t: Tensor) -> View | None:
+def as_matrix(t: Tensor) -> View | None:
     """A tensor as a matrix (`View`), or None if its strides or alignment do not allow it."""
     B, G, S, D = t.shape
     b, g, s, d = t.stride()
@@ -214,7 +214,7 @@ def viewed(t: Tensor) -> View | None:
     return None
 
 
-def suits(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, places: torch.dtype) -> bool:
+def supports(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, places: torch.dtype) -> bool:
     """Whether the Hopper kernel supports query tiles of `rows` rows of these tensors, on their device."""
     D = key.shape[3]
     return (
@@ -265,13 +265,13 @@ def launch(
     from mmaccel.backends.triton.prefill import hopper, hopper_joint
 
     query, key, value = tensors
-    homes = Homes.of(key, value, spans, query.shape[1])
-    found = (fields(*one, each=joint > 0) for one in zip(spans, homes.place, homes.home, strict=True))
+    homes = KeyLocations.of(key, value, spans, query.shape[1])
+    found = (table_row(*one, each=joint > 0) for one in zip(spans, homes.place, homes.home, strict=True))
     table = [span[name] for span in found for name in hopper.FIELDS]
-    seen, beside = viewed(key), viewed(value)
+    seen, beside = as_matrix(key), as_matrix(value)
     if seen is None or seen != beside:
         key, value = key.contiguous(), value.contiguous()
-        seen = viewed(key)
+        seen = as_matrix(key)
     assert seen is not None
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
 
@@ -290,7 +290,7 @@ def launch(
         kernel, of_tiles, programs = hopper_joint.joint_kernel, [], grid
         how = dict(GROUPS=joint, STAGES=PLACES[joint], LAG=LAG)
     kernel[programs](
-        *own, *apart, numbered([x.data_ptr() if isinstance(x, Tensor) else x for x in table], query.device),
+        *own, *apart, device_integers([x.data_ptr() if isinstance(x, Tensor) else x for x in table], query.device),
         given[1] if homes.short is None else homes.short, query, *given, *of_tiles, *lines(query),
         seen.batch, seen.group, seen.column, *sizes, len(spans), scale,
         D=D, GATED=homes.short is not None, **how, **shape, num_warps=4,
@@ -298,7 +298,7 @@ def launch(
     return homes.short
 
 
-def fields(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
+def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
     """The table entries (`hopper.FIELDS`) of a span with its key positions and homes; with `each`, an index also gets
     per-block counts of blocks that are not FULL."""
     lists = span.lists
@@ -306,7 +306,7 @@ def fields(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) ->
     row, index = lists.row.to(torch.int64), lists.entries.to(torch.int32)
     # How many blocks are not FULL: before each block in order, or, of an index of blocks, in all.
     whole = len(index) > 0 and not each
-    counts = unsure(lists.kind)
+    counts = count_masked(lists.kind)
     counts = counts[..., -1:] if whole else counts
     found: dict[str, Any] = dict(index=index if len(index) else 0, form=int(whole))
     found |= dict(lo=span.lo, hi=span.hi, home=home)
@@ -327,7 +327,7 @@ def _number_kernel(out, numbers, begin):
         tl.store(out + begin + i, (high << 29) + low - (1 << 40))
 
 
-def numbered(numbers: Sequence[int], device: torch.device, each: int = 20) -> Tensor:
+def device_integers(numbers: Sequence[int], device: torch.device, each: int = 20) -> Tensor:
     """Write host integers to a device tensor by kernel arguments: without synchronization, and capturable in a CUDA graph.
 
     They are encoded as odd halves, as Triton would otherwise compile a kernel for every mixture of ones, multiples of 16 and

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import block_attend, block_lists
-from mmaccel.backends.ops.block_lists import FIELDS, KINDS, TILE, broad
+from mmaccel.backends.ops.block_lists import FIELDS, KINDS, TILE, lead_sizes
 from mmaccel.backends.triton.launch_args import lead
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
@@ -208,8 +208,8 @@ def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_place, k_place)
     )
     m, n = q_row.shape[-1] // block_q, k_row.shape[-1] // block_k
-    of_queries, of_keys = broad(q_row, q_place), broad(k_row, k_place)
-    b, h = broad(q_row, q_place, k_row, k_place)
+    of_queries, of_keys = lead_sizes(q_row, q_place), lead_sizes(k_row, k_place)
+    b, h = lead_sizes(q_row, q_place, k_row, k_place)
     row = q_row.new_empty(b, h, m, 5, dtype=torch.int64)
     q_least, q_most = q_row.new_empty(2, *of_queries, m, dtype=torch.int64)
     k_least, k_most = q_row.new_empty(2, *of_keys, n, dtype=torch.int64)
@@ -235,7 +235,7 @@ def listed_area(row, index, q_row, k_row, block_q, block_k):
     deterministic."""
     row = row if row.stride()[2:] == (5, 1) else row.contiguous()
     q_row, k_row = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row))
-    b, h = broad(row, q_row, k_row)
+    b, h = lead_sizes(row, q_row, k_row)
     out, (key_b, key_h, blocks) = row.new_empty(b, h), (*k_row.shape[:2], k_row.shape[2] // block_k)
     nk = k_row.new_empty(key_b, key_h, blocks)
     tile = max(1, TOKENS // block_k)
@@ -257,7 +257,7 @@ def _step(leads: tuple[int, int]) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "M", "pairs"])
 def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
-    """Kernel of `paired`: joins some pairs of lists of one head."""
+    """Kernel of `join_pairs`: joins some pairs of lists of one head."""
     h, b = tl.program_id(1), tl.program_id(2)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     first, last = tl.full([TILE], NEVER, tl.int64), tl.full([TILE], -NEVER, tl.int64)
@@ -289,7 +289,7 @@ def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
     tl.store(to + 4, tl.zeros_like(first), mask=inside)
 
 
-def paired(row: Tensor) -> Tensor:
+def join_pairs(row: Tensor) -> Tensor:
     """Join the lists of each two neighbouring query blocks, [b, h, ceil(M / 2), 5], where lists [b, h, M, 5] are runs of
     blocks.
 
@@ -304,7 +304,7 @@ def paired(row: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["kind_b", "kind_h", "n"])
 def unsure_kernel(kind, kind_b, kind_h, OUT, n, FULL: tl.constexpr, STEP: tl.constexpr):
-    """Kernel of `unsure`, for one head."""
+    """Kernel of `count_masked`, for one head."""
     h, b = tl.program_id(0), tl.program_id(1)
     told = kind + b * kind_b + h.to(tl.int64) * kind_h
     to = OUT + (b * tl.num_programs(0) + h).to(tl.int64) * (n + 1)
@@ -317,7 +317,7 @@ def unsure_kernel(kind, kind_b, kind_h, OUT, n, FULL: tl.constexpr, STEP: tl.con
         before += tl.sum(one)
 
 
-def unsure(kind: Tensor) -> Tensor:
+def count_masked(kind: Tensor) -> Tensor:
     """How many of the blocks before each block (and in all, at the end) are not FULL: int32 [b, h, N + 1] from kind [b, h,
     N], or [N + 1] from [N]."""
     n = kind.shape[-1]

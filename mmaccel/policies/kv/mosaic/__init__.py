@@ -21,8 +21,8 @@ from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._archived import ArchivedPolicy, Former, Prefetch, renamed
-from mmaccel.policies.kv._index import SPARE, Found, Index, IndexPolicy, Survey
+from mmaccel.policies.kv._archived import ArchivedPolicy, FormerField, Prefetch, renamed
+from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchResult, SearchTables
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
@@ -96,7 +96,7 @@ class ClusterIndex(Index):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def touched(self, found: dict[int, Found]) -> None:
+    def touched(self, found: dict[int, SearchResult]) -> None:
         picked = torch.stack([one.picked for one in found.values()]).cpu()
         for layer, one in zip(found, picked, strict=True):
             self.tree.touch(layer, one.nonzero()[:, 0])
@@ -156,12 +156,12 @@ class ClusterIndex(Index):
         size = now.lists.size[rows]
         scores = self._scored(self.key[rows], queries, size, words)
         if self.by_look:
-            looks = ops.scored(self.visual_look[None], self._asked[None], True)
+            looks = ops.score(self.visual_look[None], self._asked[None], True)
             ranked = looks.expand(len(queries), -1).contiguous()
         else:
             held = now.visual.expand(len(queries), -1)
             ranked = self._scored(self.visual_key[rows], queries, held, words)
-        without = ops.outside(ranked, now.visual, STAGE * budget, FEWEST)
+        without = ops.beyond_budget(ranked, now.visual, STAGE * budget, FEWEST)
         return ops.scores_and_preceding(scores, size, now.parent[rows], without)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
@@ -177,7 +177,7 @@ class ClusterIndex(Index):
         self._owner = self._owner[:, :0]
         self.refresh()
 
-    def _survey(self, end: int) -> Survey:
+    def _survey(self, end: int) -> SearchTables:
         tree, layers, whole, end = self.tree, self.layers, end, self._at.below(end)
         absent = grow_buffer(self.absent, 0, end, fill=0, share=0.0)[:end]
         some = bool(absent.any())
@@ -211,7 +211,9 @@ class ClusterIndex(Index):
         largest = 1 << max(largest - 1, 0).bit_length()
         lists = ops.Lists(owners, self._fix("within", within), flat, first, self._fix("size", size), largest)
         told, alive = self._surveyed(whole, room, absent), (size > 0).sum(1).tolist()
-        return Survey(lists=lists, alive=alive, visual=visual, parent=parent, ready=tree.started, **told)
+        return SearchTables(
+            lists=lists, alive=alive, visual=visual, parent=parent, ready=tree.started, **told
+        )
 
     def _visible(self, level: ClusterTable, absent: Tensor, count: int) -> Tensor:
         """[L, count] how many units of each cluster can be found: those that are not `absent` [end], whose keys are still
@@ -333,25 +335,28 @@ class Mosaic(ArchivedPolicy):
     positions  as for others, but "original" by default: with compact ones, summary tokens would lose their time
     """
 
-    FORMER: ClassVar[Mapping[str, Former]] = {
+    FORMER: ClassVar[Mapping[str, FormerField]] = {
         **ArchivedPolicy.FORMER,
-        **{name: Former(part="clusters") for name in ("init", "visual", "semantic", "buffer")},
-        "levels": Former("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
-        "granularity": Former("frame", "clusters hold frames"),
-        "tile": Former(49, "clusters hold frames"),
+        **{name: FormerField(part="clusters") for name in ("init", "visual", "semantic", "buffer")},
+        "levels": FormerField("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
+        "granularity": FormerField("frame", "clusters hold frames"),
+        "tile": FormerField(49, "clusters hold frames"),
         **{
-            name: Former(value, "it is a constant of mosaic/split.py (equation 5)")
+            name: FormerField(value, "it is a constant of mosaic/split.py (equation 5)")
             for name, value in SPLIT.items()
         },
-        "lift": Former(2.0, "it is the constant LIFT of mosaic/split.py (V-B)"),
-        "threshold": Former("relaxing", "thresholds relax as clusters grow (equation 5)"),
-        "deferred": Former(True, "splits are always deferred (VI-B)"),
-        "reps_for": Former("all", "all clusters have summary tokens (V-C)"),
-        "rep_of": Former("mean", "a summary token is the mean of its cluster"),
-        "rep_bias": Former("none", "a summary token weighs as one token"),
-        "slack": Former(1.25, "it is the constant AHEAD of _retrieval.py", speed=(int, float)),
-        "clip": Former(None, "the recipe's chunk sets the units of a pass", speed=(int,)),
-        **{f"batch_{name}": Former(True, "it is always done (VII-A)", speed=(False,)) for name in BATCHED},
+        "lift": FormerField(2.0, "it is the constant LIFT of mosaic/split.py (V-B)"),
+        "threshold": FormerField("relaxing", "thresholds relax as clusters grow (equation 5)"),
+        "deferred": FormerField(True, "splits are always deferred (VI-B)"),
+        "reps_for": FormerField("all", "all clusters have summary tokens (V-C)"),
+        "rep_of": FormerField("mean", "a summary token is the mean of its cluster"),
+        "rep_bias": FormerField("none", "a summary token weighs as one token"),
+        "slack": FormerField(1.25, "it is the constant AHEAD of _retrieval.py", speed=(int, float)),
+        "clip": FormerField(None, "the recipe's chunk sets the units of a pass", speed=(int,)),
+        **{
+            f"batch_{name}": FormerField(True, "it is always done (VII-A)", speed=(False,))
+            for name in BATCHED
+        },
     }
 
     local: int = 8

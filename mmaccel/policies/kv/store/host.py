@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.clusters import gather_units, grain_of
+from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.core.errors import RecipeError, StoreError, one_of
 from mmaccel.policies.kv.store import saved
 from mmaccel.policies.kv.store.slabs import Lanes, Mark, Shape, Slabs, SlotTable, in_units, on_device
@@ -190,7 +190,7 @@ class HostStore:
             sent = list[Tensor]()
             # On the compute lane it would be sent after the mark that the wire has waited for.
             self.lanes.wire.run(lambda: sent.append(on_device(apart, self.device)))
-            self._laid = places, slabs, grain_of(slabs), sent
+            self._laid = places, slabs, alignment_of(slabs), sent
         _, slabs, grain, base = self._laid
         self.lanes.wire.run(lambda: gather_units(out, slabs, base[0], slot, grain))
         return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)

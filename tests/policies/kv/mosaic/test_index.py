@@ -7,20 +7,20 @@ import random
 import pytest
 import torch
 
-from mmaccel.backends.ops.clusters import Words, scored, scored_by_words
-from mmaccel.policies.kv._index import Found, Index
+from mmaccel.backends.ops.clusters import Words, score, scored_by_words
+from mmaccel.policies.kv._index import Index, SearchResult
 from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from tests.policies.kv.mosaic.scenes import LOOK, WIDTH, feed, index_of, plant, runs, tree_of
 from tests.spies import heard
 
 
-def clusters(found: Found) -> list[int]:
+def clusters(found: SearchResult) -> list[int]:
     return found.picked.nonzero()[:, 0].tolist()  # type: ignore[no-any-return]
 
 
 def rest(
-    index: ClusterIndex, layer: int, found: Found, budget: int, most: int, end: int
+    index: ClusterIndex, layer: int, found: SearchResult, budget: int, most: int, end: int
 ) -> tuple[torch.Tensor, ...]:
     """Keys, values and times of the summary tokens around a search."""
     index.prepare(end)
@@ -230,7 +230,7 @@ def test_a_frame_that_one_word_is_about_is_found() -> None:
     key = key + 0.01 * torch.randn(key.shape, generator=torch.Generator().manual_seed(0))
     words = torch.stack([common] * 5 + [rare])
     size = torch.ones(1, 31, dtype=torch.long)
-    assert int(scored(key, words.mean(0)[None], False).argmax()) != 30
+    assert int(score(key, words.mean(0)[None], False).argmax()) != 30
     assert int(scored_by_words(key, Words(words[None], torch.tensor([6])), size, False).argmax()) == 30
 
 

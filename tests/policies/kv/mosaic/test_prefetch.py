@@ -60,7 +60,7 @@ class Replay:
             ready = self.prefetcher.bring(layer, every, code, len(units), out, self.windows[layer])
             if later and self.draw.random() < 0.8:
                 self.prefetcher.prefetch(
-                    layer + 1, self.prefetcher.foretell(layer + 1, self.told([*guess, -1]))
+                    layer + 1, self.prefetcher.predict_codes(layer + 1, self.told([*guess, -1]))
                 )
             self.store.lanes.compute.wait(ready)
             self.prefetcher.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])

@@ -201,6 +201,16 @@ def turning(says: str | None = None) -> list[tuple[float, str | None, str]]:
     return found
 
 
+def test_a_clip_of_many_passes_is_asked_about_pass_by_pass() -> None:
+    """The seconds of a stream are those of frames that its memory has: `last` finds some at any moment."""
+    told = list[tuple[int, float]]()
+    with open_session("tiny-ov", KV, chunk=64) as session:
+        standing = session.on(WHERE, lambda change: None, every=EVERY, last=LAST, max_new_tokens=1)
+        session.watch(film(48), fps=2.0, progress=lambda done, total: told.append((done, session.seconds)))
+        settle(standing, session.seconds)
+    assert len(told) > 4 and all(seconds == (done - 1) / 2 for done, seconds in told)
+
+
 @pytest.mark.parametrize("says", [None, "some"])
 def test_it_is_told_of_what_turns(says: str | None) -> None:
     says = None if says is None else turning()[-1][2]

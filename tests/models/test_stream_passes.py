@@ -170,7 +170,9 @@ MEMORIES: dict[str, tuple[dict[str, Any], int]] = {
     "rekv": ({"name": "rekv", "frames": 4, "window": 6}, 200),
 }
 """Each with the launches of a pass at most."""
-KERNELS = [(clusters, name) for name in ("scored", "outside", "ordered", "selected", "folded")]
+KERNELS = [
+    (clusters, name) for name in ("score", "beyond_budget", "scores_and_preceding", "select", "mean_query")
+]
 
 
 def unseen(work: Any) -> Any:

@@ -24,6 +24,7 @@ from mmaccel.core.adapter import Branches, Columns, ModelView, Runner
 from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.decoding.watching import DraftStream, Watching
 from mmaccel.core.errors import DraftError
+from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
 
@@ -206,9 +207,9 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     """A choice of draft; `open` gives the state for one sequence.
 
     active  whether this strategy drafts at all
-    needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `max_rollback` columns,
-            "memory" that it holds every column of an accelerated model, for the draft to read; "branches" that it takes
-            trees; "prompt" asks for the prompt's own inputs, which no stream has; "video" for these, or a stream (`watch`)
+    needs   what it requires of the recipe: "rollback", that the KV memory can drop the last `max_rollback` columns;
+            "memory", that it holds every column of an accelerated model; "branches", that it takes trees; "prompt", the
+            prompt's own inputs, which a stream lacks; "video", these or a stream (`watch`); "model", a draft model
 
     in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
@@ -216,6 +217,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     active: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
+    kv: ClassVar[KVPolicy | None] = None  # the memory of a stream of its own; None: one like the target's
 
     in_batches: Literal["measured", "always", "never"] = "measured"
 
@@ -324,9 +326,7 @@ def check(proposal: Proposal) -> None:
     if parents is not None and (parents.shape != ids.shape or parents.dtype != torch.long):
         raise DraftError(f"Proposal.parents must be [{n}] long; it is {list(parents.shape)} {parents.dtype}.")
     if parents is not None and any(not -1 <= parent < i for i, parent in enumerate(parents.tolist())):
-        raise DraftError(
-            "Proposal.parents: a token stands before its parent; list parents first, -1 for the root."
-        )
+        raise DraftError("Proposal.parents: a token comes before its parent; list parents first.")
     if parents is not None and q is not None:
         raise DraftError(
             "the draft proposed a tree with probabilities (Proposal.q); choose children without chance, and leave q out."

@@ -47,6 +47,7 @@ class IndexPolicy(Policy, ABC):
 
     opens: ClassVar[type[Index]]
     """What `Index` says makes it, of this policy."""
+    clusters: ClassVar[bool] = False  # whether each unit that comes is put into a cluster, on the host
 
     similarity: Literal["dot", "cosine"] = "dot"
     ask_by: Literal["mean", "words"] = "mean"

@@ -21,6 +21,7 @@ from mmaccel.backends.ops.dense_attend import paid
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, at_least, limited
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
 
 Pair = tuple[Tensor, Tensor]
@@ -62,6 +63,9 @@ class WindowedPolicy(StreamPolicy):
             raise RecipeError(
                 f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
             )
+
+    def footprint(self, tokens: int, pace: int) -> Footprint:
+        return Footprint(window=self.window, ingest=self.ingest_frames, shown=self.local)
 
     def sizes(self, stream: Stream) -> dict[str, Any]:
         """The policy's fields, counted in units: frames, or what the model takes as one."""

@@ -112,7 +112,7 @@ def test_every_memory_is_predicted_by_what_it_declares(name: str, live: bool) ->
             and found.host_bytes >= 3600 * SIZES.tokens * SIZES.kv_bytes_per_token
         )
     elif not kept.deferred:
-        assert (kept.shown is None) or found.question_s < full.question_s
+        assert found.question_s <= full.question_s and (kept.shown is None or found.token_s < full.token_s)
 
 
 def test_a_memory_of_somebody_else_is_taken_for_one_that_keeps_all() -> None:

@@ -55,9 +55,7 @@ class IndexPolicy(Policy, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not hasattr(self, "opens"):
-            raise RecipeError(
-                f"{self.name}: the index opens nothing; set opens, a class variable, to its `Index`."
-            )
+            raise RecipeError(f"{self.name}: the index opens nothing; set opens, its class of `Index`.")
 
 
 class Found(NamedTuple):

@@ -60,9 +60,7 @@ class WindowedPolicy(StreamPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.local <= self.window:
-            raise RecipeError(
-                f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
-            )
+            raise RecipeError(f"{self.name}: local is {self.local}; give 0 to window, {self.window}.")
 
     def footprint(self, tokens: int, pace: int) -> Footprint:
         return Footprint(window=self.window, ingest=self.ingest_frames, shown=self.local)
@@ -315,8 +313,7 @@ class Rows:
     def begin(self, stream_pass: StreamPass) -> None:
         """A question comes."""
         self._rows, self._first, self._count = {}, words_of(stream_pass)[0], stream_pass.rows
-        self._listed = 0
-        self._kept = stream_pass.weigh
+        self._listed, self._kept = 0, stream_pass.weigh
 
     def at(self, layer: int, query: Tensor, slot: CacheSlot, turned: bool) -> None:
         """Queries [1, H, n, D] of all its rows at a layer, and where they sit; not `turned` ones stay as they are until
@@ -346,9 +343,8 @@ class Rows:
         if raw:
             # Of few rows, which a layer leaves where the next question's go: one launch for all.
             held = torch.stack([row.query for row in raw.values()])
-            self._rows |= {
-                layer: row._replace(query=one) for (layer, row), one in zip(raw.items(), held, strict=True)
-            }
+            pairs = zip(raw.items(), held, strict=True)
+            self._rows |= {layer: row._replace(query=one) for (layer, row), one in pairs}
 
     def clear(self) -> None:
         """Forget the question: called when its answer has ended."""

@@ -277,7 +277,7 @@ def attention(
     # Layers are given one tensor, which keeps its batches until it is written to; an inference tensor's values tell that.
     ends: Any = cu_seq_lens_q
     state = ends.tolist() if ends.is_inference() else (id(ends), ends._version)
-    known = getattr(ends, "mmaccel_batches", (None, None))
+    known: Any = getattr(ends, "mmaccel_batches", (None, None))
     if known[0] != state:
         known = ends.mmaccel_batches = state, batches_of(ends.tolist(), query.device)
     shapes, order, back = known[1]

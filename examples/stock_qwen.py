@@ -2,7 +2,8 @@
 
     python examples/stock_qwen.py Qwen/Qwen2.5-VL-7B-Instruct film.mp4 "What happens in the film?"
 
-It needs accelerate, torchvision and qwen_vl_utils. Without the line it is a stock script.
+It needs accelerate, torchvision and qwen_vl_utils, and what these read video with (torchcodec or decord). Without the line
+it is a stock script.
 """
 
 import sys

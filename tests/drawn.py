@@ -18,18 +18,19 @@ PACKAGE = Path(__file__).parents[1] / "mmaccel"
 
 
 def public() -> tuple[list[tuple[str, str]], list[str]]:
-    """(place, docstring) of public modules, classes and functions, and their names."""
+    """(place, docstring) of public modules, classes, functions and methods, and their names; a method's says its class."""
     docstrings, names = [], []
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        inner = [m for node in tree.body if isinstance(node, ast.ClassDef) for m in node.body]
-        for node in (tree, *tree.body, *inner):
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        inner = [(f"{node.name}.", member) for node in classes for member in node.body]
+        for owner, node in (*(("", node) for node in (tree, *tree.body)), *inner):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             name = getattr(node, "name", "")
             if name.startswith("_"):
                 continue
-            place = f"{path.relative_to(PACKAGE.parent)} {name}".strip()
+            place = f"{path.relative_to(PACKAGE.parent)} {owner}{name}".strip()
             names += [place] if name else []
             if text := ast.get_docstring(node):
                 docstrings.append((place, text))

@@ -94,7 +94,7 @@ def check_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> N
     """Raise `ModelError` unless the model of `facts` is that of `adapter`, in its type."""
     dtype = _name(adapter.dtype)
     if facts["model"] != adapter.signature():
-        raise ModelError(f"{where} was saved from another model; load it with the model it was saved with.")
+        raise ModelError(f"{where} was saved from another model; give the model it was saved with (--model MODEL).")
     if facts["dtype"] != dtype:
         kind = shown(facts["dtype"])[1:-1]
         raise ModelError(

@@ -191,7 +191,6 @@ class StreamRunner:
         if info.pending is not None:
             frames = torch.cat([info.pending.to(frames.device), frames])
         pending = frames.shape[0] - len(moments)
-        info.times += moments
         whole = frames.shape[0] // pace
         self.ingests = ingest
         first = 0
@@ -201,6 +200,7 @@ class StreamRunner:
                 with self.adapter.turns.holding(deadline) as waited:
                     self.waits.append(waited)
                     self.waited_s += waited
+                    info.times += moments[len(info.times) - before : last * pace - pending]
                     self._encode(frames[first * pace : last * pace])
                 progress(last * pace - pending)
         except Ended:
@@ -210,6 +210,7 @@ class StreamRunner:
             return taken
         finally:
             self.ingests = False
+        info.times += moments[len(info.times) - before :]
         rest = frames[whole * pace :]
         info.pending = rest.clone() if len(rest) else None
         if len(rest):
